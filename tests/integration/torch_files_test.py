@@ -4,7 +4,7 @@ the PyTorch under test.
 
     torch_files_test.py BUILD_FOLDER
 """
-import argparse, datetime, os, pathlib, pickle, struct, sys, tempfile, unittest, zipfile
+import argparse, datetime, io, os, pathlib, pickle, struct, sys, tarfile, tempfile, unittest, zipfile
 from collections import Counter, OrderedDict, defaultdict
 from typing import Tuple
 
@@ -39,6 +39,52 @@ def load(path):
 def load_state(path):
     """PyTorch 1.13 refuses floats with weights_only, also in its own files."""
     return torch.load(path) if torch.__version__.startswith("1.") else load(path)
+
+
+class Tar:
+    """A file as PyTorch 0.1 wrote it: members by name, which a test may change before save()."""
+
+    class Pickler(pickle.Pickler):
+        def __init__(self, file, tensors):
+            super().__init__(file, protocol=2)
+            self.tensors = tensors
+
+        def persistent_id(self, value):
+            if isinstance(value, torch.Tensor):
+                self.tensors[id(value)] = value
+                return str(id(value))
+
+    def __init__(self, value):
+        tensors, storages, pickled = {}, {}, io.BytesIO()
+        self.Pickler(pickled, tensors).dump(value)
+        self.members = {"sys_info": pickle.dumps({"protocol_version": 1000, "little_endian": True}, 2), "pickle": pickled.getvalue()}
+        described = pickle.dumps(len(tensors), 2)
+        for key, tensor in tensors.items():
+            storage = tensor.storage()
+            storages[storage.data_ptr()] = tensor.as_strided((storage.size(),), (1,), 0)
+            described += self.entry(key, storage.data_ptr(), "Tensor")
+            described += struct.pack(f"<{2 * tensor.dim() + 2}q", tensor.dim(), *tensor.shape, *tensor.stride(), tensor.storage_offset())
+        self.members["tensors"] = described
+        held = pickle.dumps(len(storages), 2)
+        for key, elements in storages.items():
+            kinds = {torch.float32: "Float", torch.float64: "Double", torch.int64: "Long", torch.uint8: "Byte"}
+            held += self.entry(key, "cpu", kinds[elements.dtype] + "Storage")
+            held += struct.pack("<q", len(elements)) + elements.numpy().tobytes()
+        self.members["storages"] = held + pickle.dumps([], 2)
+
+    @staticmethod
+    def entry(key, second, name):
+        """A pickle of Python 2, whose integers beyond 32 bits are texts."""
+        def item(value):
+            return b"I%d\n" % value if isinstance(value, int) else b"U" + bytes([len(value)]) + value.encode()
+        return b"\x80\x02(" + item(key) + item(second) + b"ctorch\n" + name.encode() + b"\nt."
+
+    def save(self, path):
+        with tarfile.open(path, "w:", format=tarfile.PAX_FORMAT) as tar:
+            for name, data in self.members.items():
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
 
 
 class Folder(unittest.TestCase):
@@ -164,6 +210,18 @@ class RoundTrip(Folder):
         torch.save(optimizer.state_dict(), self.path("in.pt"), _use_new_zipfile_serialization=False)
         done = self.probe("state", self.path("in.pt"), self.path("out.pt"), "weight", "bias")
         self.assertEqual(done.returncode, 0, done.stderr)
+
+    def test_the_tar_form_of_pytorch_0_1(self):
+        base = torch.arange(24.0)
+        state = OrderedDict([("t", base.view(4, 6).t()), ("row", base.view(4, 6)[2]), ("again", base), ("all", base), ("scalar", base[3]),
+                             ("long", torch.arange(5)), ("byte", torch.ones(3, dtype=torch.uint8)), ("double", torch.ones(2, 1, 2).double())])
+        Tar({"epoch": 3, "state_dict": state}).save(self.path("in.tar"))
+        newer = {} if torch.__version__.startswith("1.") else {"weights_only": False}
+        self.assertTrue(same(torch.load(self.path("in.tar"), **newer)["state_dict"], state))  # the test writes that form
+        for key in ([], ["state_dict"]):
+            done = self.probe("weights", self.path("in.tar"), self.path("out.pt"), *key)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertTrue(same({k: v.contiguous() for k, v in state.items()}, dict(load(self.path("out.pt")))))
 
     def test_states_of_optimizers(self):
         for make in (lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True), lambda p: torch.optim.Adam(p),
@@ -467,6 +525,69 @@ class Hostile(Folder):
         refused("it ends too early", data=b"")
         refused('the archive has no record "data/0"', keys=b"\x80\x02].")
         refused("a view of a storage", pickled=self.dict_of(tensor([2], [1]).replace(b"\x02\x00\x00\x00tQ", b"\x02\x00\x00\x00K\x01tQ")))
+
+    def test_damaged_files_of_the_tar_form(self):
+        a = torch.ones(2)
+        number, storage = id(a), a.storage().data_ptr()
+        views = pickle.dumps([], 2)
+
+        def refused(words, value=None, **members):
+            tar = Tar({"a": a} if value is None else value)
+            for name, data in members.items():
+                if data is None: del tar.members[name]
+                else: tar.members[name] = data
+            path = self.path(f"{len(self.cases)}.tar")
+            tar.save(path)
+            self.refused(path, words)
+            return path
+
+        def described(*numbers, key=number, held=storage, count=1):
+            return pickle.dumps(count, 2) + Tar.entry(key, held, "FloatTensor") + struct.pack(f"<{len(numbers)}q", *numbers)
+
+        def stored(elements, kind="FloatStorage", data=b"12345678", count=1):
+            return pickle.dumps(count, 2) + Tar.entry(storage, "cpu", kind) + struct.pack("<q", elements) + data + views
+
+        whole = refused("read").read_bytes()
+        refused("read", tensors=described((5 << 32) + 1, 2, 1, 0))
+        for end in range(512, len(whole.rstrip(b"\0")), 512):
+            self.path(f"cut{end}.tar").write_bytes(whole[:end])
+            self.refused(self.path(f"cut{end}.tar"), f"torch file: {self.path(f'cut{end}.tar')}: ")
+        for name in ("sys_info", "pickle", "tensors", "storages"):
+            refused(f"is a tar archive without a member {name}, which PyTorch 0.1 writes", **{name: None})
+            refused("it ends too early", **{name: b""})
+            refused("no sound pickle", **{name: b"\xff"})
+        refused("not of a little-endian machine", sys_info=pickle.dumps({"little_endian": False}, 2))
+        refused("system", value={"a": OwnCode()})
+        refused("a value is none of its tensors", tensors=described(1, 2, 1, 0, key=number + 1))
+        refused("a value is none of its tensors", tensors=pickle.dumps(0, 2))
+        refused("a tensor has a storage that is not there", tensors=described(1, 2, 1, 0, held=storage + 1))
+        refused("more than 64 dimensions", tensors=described(65, *[1] * 131))
+        refused("more than 64 dimensions", tensors=described(-1, 2, 1, 0))
+        refused("leave its storage of 2 elements", tensors=described(1, 3, 1, 0))
+        refused("leave its storage of 2 elements", tensors=described(1, 2, 1, 1))
+        refused("not a number from 0", tensors=described(1, 2, -1, 0))
+        refused("negative", tensors=described(1, 2, 1, -1))
+        refused("it ends too early", tensors=described(2, 2, 1, 0))
+        refused("is no sound pickle", tensors=described(1, 2, 1, 0, count=2))
+        refused("read", tensors=described(1, 2, 1, 0, count=20_000) + 19_999 * described(64, *[1] * 129)[len(pickle.dumps(1, 2)):])
+        for count in (-1, 20_001, 2**40, "1"):
+            refused("no number of tensors or storages of at most 20000", tensors=pickle.dumps(count, 2))
+            refused("no number of tensors or storages of at most 20000", storages=pickle.dumps(count, 2))
+        refused("other values than PyTorch writes", tensors=pickle.dumps(1, 2) + pickle.dumps((number, "a", "b"), 2))
+        refused("other values than PyTorch writes", storages=pickle.dumps(1, 2) + pickle.dumps([storage, "a", "b"], 2))
+        refused("a storage leaves the file", storages=stored(2**62))
+        refused("a storage leaves the file", storages=stored(-1))
+        refused("a dtype that Tessera does not read", storages=stored(2, "NoStorage"))
+        refused("a dtype that Tessera does not read", storages=stored(2, "load"))
+        refused("an integer has other digits", storages=stored(2).replace(b"I%d\n" % storage, b"I12x\n"))
+        for size in (b"7" * 11, b"-0000000001", b"x" * 11):
+            broken = bytearray(whole)
+            broken[124:135] = size
+            path = self.path(f"size{len(self.cases)}.tar")
+            path.write_bytes(broken)
+            self.refused(path, "a member of the archive leaves it")
+        # Elsewhere a persistent id is no text.
+        self.refused(self.archive(self.dict_of(b"U\x01aQ")), "a persistent id is no tuple")
 
     def test_many_values(self):
         self.refused(self.archive(b"\x80\x02" + b")" * 10_000_000 + b"."), "take more than")

@@ -36,14 +36,15 @@ std::string foreign_kind(std::string_view begin) {
     return std::string("is a plain pickle of Python; ") + kConvert;
   for (const auto& magic : kForeign)
     if (begin.starts_with(magic.bytes)) return magic.text;
-  constexpr size_t kTarMagic = 257;
-  if (begin.size() > kTarMagic && begin.substr(kTarMagic, 5) == "ustar"sv)
-    return "is a tar archive; unpack it, or, if PyTorch 0.1 wrote it, save it again in Python: "
-           "torch.save(torch.load(FILE), FILE)";
   // A safetensors file that was cut off may end before its header.
   if (begin.size() > 8 && begin[8] != '{')
     return "is of an unknown kind; expected a safetensors file, a file of torch.save, or an index";
   return "";
+}
+
+bool is_tar(std::string_view begin) {
+  constexpr size_t kMagic = 257;
+  return begin.size() > kMagic && begin.substr(kMagic).starts_with("ustar"sv);
 }
 
 FileKind file_kind(std::string_view begin) {
@@ -51,6 +52,7 @@ FileKind file_kind(std::string_view begin) {
   constexpr size_t kPrologue = 32;  // protocol and frame
   if (begin.starts_with("\x80"sv) && begin.substr(0, kPrologue).find(kLegacy) != begin.npos)
     return FileKind::legacy;
+  if (is_tar(begin)) return FileKind::legacy;
   // A safetensors file whose header has 0x…7b bytes begins with the same byte as JSON.
   const bool header = begin.size() > 8 && begin[8] == '{' && begin[7] == '\0';
   if (header) return FileKind::safetensors;

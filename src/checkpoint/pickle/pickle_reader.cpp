@@ -1,6 +1,7 @@
 #include "checkpoint/pickle/pickle_reader.h"
 
 #include <bit>
+#include <charconv>
 #include <cstring>
 #include <unordered_map>
 #include <unordered_set>
@@ -19,7 +20,8 @@ using safetensors::in_quotes;
 /// The machine of a pickle: a stack with marks, and a memo.
 class Machine {
  public:
-  Machine(const std::string& where, std::string pickle) : where_(where) {
+  Machine(const std::string& where, std::string pickle, bool tensor_ids)
+      : where_(where), tensor_ids_(tensor_ids) {
     values_.pickle = std::move(pickle);
   }
 
@@ -223,6 +225,11 @@ class Machine {
 
   void push_storage() {
     const Value id = pop();
+    if (id.kind == Kind::text && tensor_ids_) {
+      push(node(Kind::tensor, {id}));
+      charge(sizeof(Value));
+      return values_.tensor_ids.push_back(stack_.back());
+    }
     if (id.kind != Kind::tuple) refuse("a persistent id is no tuple");
     const auto& given = values_.items(id);
     // Before PyTorch 1.6, a class of Python with its source.
@@ -297,6 +304,14 @@ class Machine {
       case 0x8b:
         push_long(number(code == 0x8a ? 1 : 4));
         return true;
+      case 'I': {  // of Python 2, beyond 32 bits
+        const auto digits = values_.text(line());
+        int64_t value = 0;
+        const auto end = std::from_chars(digits.begin(), digits.end(), value);
+        if (end.ec != std::errc() || end.ptr != digits.end()) refuse("an integer has other digits");
+        push_integer(Kind::integer, value);
+        return true;
+      }
       case 'G':
         push_real();
         return true;
@@ -330,43 +345,27 @@ class Machine {
         marks_.push_back(stack_.size());
         return true;
       case '}':
-        push(node(Kind::dict, {}));
-        return true;
       case ']':
-        push(node(Kind::list, {}));
-        return true;
       case ')':
-        push(node(Kind::tuple, {}));
+        push(node(code == '}' ? Kind::dict : code == ']' ? Kind::list : Kind::tuple, {}));
         return true;
       case 't':
-        push_marked(Kind::tuple);
-        return true;
       case 'l':
-        push_marked(Kind::list);
-        return true;
       case 'd':
-        push_marked(Kind::dict);
+        push_marked(code == 't' ? Kind::tuple : code == 'l' ? Kind::list : Kind::dict);
         return true;
       case 0x85:
-        push_tuple(1);
-        return true;
       case 0x86:
-        push_tuple(2);
-        return true;
       case 0x87:
-        push_tuple(3);
+        push_tuple(code - 0x84);
         return true;
       case 'a':
-        add_popped(Kind::list, 1);
-        return true;
       case 's':
-        add_popped(Kind::dict, 2);
+        add_popped(code == 'a' ? Kind::list : Kind::dict, code == 'a' ? 1 : 2);
         return true;
       case 'e':
-        add_marked(Kind::list);
-        return true;
       case 'u':
-        add_marked(Kind::dict);
+        add_marked(code == 'e' ? Kind::list : Kind::dict);
         return true;
       case 0x90:
         add_marked(Kind::set);
@@ -472,6 +471,7 @@ class Machine {
   static constexpr size_t kMaxGlobal = 256;   // bytes of the name of a module or class
 
   const std::string& where_;
+  const bool tensor_ids_;
   Values values_;
   size_t at_ = 0;
   size_t charged_ = 0;
@@ -484,11 +484,11 @@ class Machine {
 
 }  // namespace
 
-Values read_pickle(const std::string& where, std::string pickle) {
+Values read_pickle(const std::string& where, std::string pickle, bool tensor_ids) {
   if (pickle.size() > kMaxPickleBytes)
     throw UsageError(fmt::format("{}its pickle has {} bytes; expected at most {}", where,
                                  pickle.size(), kMaxPickleBytes));
-  return Machine(where, std::move(pickle)).run();
+  return Machine(where, std::move(pickle), tensor_ids).run();
 }
 
 }  // namespace tessera::pickle

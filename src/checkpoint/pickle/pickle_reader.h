@@ -22,6 +22,8 @@ inline constexpr size_t kMaxValueBytes = 48 << 20;  // memory of the values of o
 /// Takes time proportional to the pickle's bytes, and at most kMaxValueBytes beside it. Throws
 /// UsageError, which begins with `where`. `pickle` may have other bytes behind the pickle:
 /// Values::pickle has those of the pickle alone.
-Values read_pickle(const std::string& where, std::string pickle);
+/// `tensor_ids`: a persistent id may be a text, as PyTorch 0.1 wrote it. It is a tensor that has
+/// only this text, and is in Values::tensor_ids.
+Values read_pickle(const std::string& where, std::string pickle, bool tensor_ids = false);
 
 }  // namespace tessera::pickle

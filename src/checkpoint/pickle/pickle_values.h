@@ -46,6 +46,7 @@ struct Values {
   std::string pickle;
   std::deque<std::vector<Value>> nodes;
   std::vector<Value> storages;       // in the order of the pickle
+  std::vector<Value> tensor_ids;     // tensors of which the pickle has a text alone
   std::vector<std::string> foreign;  // "argparse.Namespace": what is foreign, each name once
   Value root;
 
