@@ -2,7 +2,6 @@
 
 #include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
-#include <torch/nn/modules/embedding.h>
 
 #include "distributed_optimizer/distributed_optimizer_impl.h"
 #include "tessera/error.h"
@@ -56,24 +55,6 @@ NamedParameters names_of(const std::vector<DistributedOptimizer::Group>& groups)
   return names;
 }
 
-/// A forward of this optimizer is not seen, so what it writes cannot be compared. What libtorch's
-/// modules write is known beforehand.
-void refuse_max_norm(const torch::nn::Module& module, const ProcessGroup& group) {
-  if (group.size() == 1) return;
-  for (const auto& item : module.named_modules()) {
-    const auto* table = dynamic_cast<const torch::nn::EmbeddingImpl*>(item.value().get());
-    const auto* bag = dynamic_cast<const torch::nn::EmbeddingBagImpl*>(item.value().get());
-    if (!(table && table->options.max_norm().has_value()) &&
-        !(bag && bag->options.max_norm().has_value()))
-      continue;
-    throw UsageError(fmt::format(
-        "DistributedOptimizer: rank {}: module {} is an embedding with max_norm: forward writes "
-        "its weight, on each rank with its own data, so the ranks' copies would differ; expected "
-        "no max_norm, and the norm limited after step()",
-        group.rank(), item.key()));
-  }
-}
-
 std::vector<std::optional<ProcessGroup>> dist_groups_of(
     const std::vector<DistributedOptimizer::Group>& groups) {
   std::vector<std::optional<ProcessGroup>> result;
@@ -125,7 +106,7 @@ at::Tensor DistributedOptimizer::step(const torch::optim::Optimizer::LossClosure
   const auto period = impl_->options_.bcast_period;
   if (period > 0 && impl_->steps_ % period == 0) bcast_param();
   auto loss = impl_->optimizer_->step(closure);
-  if (impl_->reduction_) impl_->reduction_->end_wire_step(true);
+  if (impl_->reduction_) impl_->reduction_->end_step(true);
   impl_->buffers_.synchronize(impl_->buffer_group(), impl_->has_data_);
   if (std::exchange(impl_->no_module_, false) && impl_->options_.buffers != BufferSync::none)
     sharding::report_no_module(Impl::kName, impl_->buffer_group());
@@ -134,7 +115,6 @@ at::Tensor DistributedOptimizer::step(const torch::optim::Optimizer::LossClosure
 
 void DistributedOptimizer::track_buffers(const torch::nn::Module& module) {
   auto& group = impl_->buffer_group();
-  if (impl_->options_.bcast_period <= 0) refuse_max_norm(module, group);
   impl_->no_module_ = false;
   impl_->buffers_ = sharding::ModuleBuffers(module, impl_->options_.buffers);
   group.check_contract(Impl::kName, impl_->buffers_.signatures());
@@ -144,12 +124,12 @@ void DistributedOptimizer::track_buffers(const torch::nn::Module& module) {
 void DistributedOptimizer::end_step(StepEnd end) {
   sharding::check_scale_change(Impl::kName, impl_->synced_[0].group.rank(), end.scale);
   if (!impl_->reduction_) return;
-  if (!end.used) impl_->reduction_->end_wire_step(false);  // step() says that they were
+  if (!end.used) impl_->reduction_->end_step(false);  // step() says that they were
   impl_->reduction_->rescale_wire(end.scale);
 }
 
 void DistributedOptimizer::zero_grad(bool set_to_none) {
-  if (impl_->reduction_) impl_->reduction_->end_wire_step(false);  // no effect after step()
+  if (impl_->reduction_) impl_->reduction_->end_step(false);  // no effect after step()
   for (const auto& group : impl_->optimizer_->param_groups()) {
     for (auto parameter : group.params()) {
       auto& grad = parameter.mutable_grad();

@@ -160,7 +160,7 @@ void DistributedOptimizer::Impl::make_reduction() {
           [this](size_t group) {
             return fmt::format("{}; backward after {} steps", option_text(group), steps_);
           },
-          options_.wire.gradients, options_.overlap != Overlap::none});
+          options_.wire.gradients, options_.overlap != Overlap::none, options_.bcast_period <= 0});
 }
 
 void DistributedOptimizer::Impl::check_groups() {

@@ -10,7 +10,8 @@
 // order than the recorded one, that rank marks the packs from there on. At the end of the backward
 // pass one small all-reduce adds up the marks, and which rank had which gradient. If any rank
 // marked a pack, all ranks discard its result and reduce its gradients one by one. The local
-// gradients are still there, because packs are copies of them.
+// gradients are still there, because packs are copies of them. The same all-reduce says which
+// parameters any rank has written since the last step().
 
 namespace tessera::distributed_optimizer {
 namespace {
@@ -48,6 +49,8 @@ PackedReduction::PackedReduction(std::vector<sharding::NamedTensor> parameters,
                       : lanes_[lane.channel].wire;
   }
   make_reducer();
+  if (options_.compare_writes) writes_ = sharding::ForwardWrites(parameters_);
+  writes_.restart();
 }
 
 void PackedReduction::make_reducer() {
@@ -116,7 +119,7 @@ double PackedReduction::scale(const Lane& lane) const {
 void PackedReduction::notice_cleared() {
   if (std::none_of(parameters_.begin(), parameters_.end(),
                    [](const auto& parameter) { return parameter.tensor.grad().defined(); }))
-    end_wire_step(false);
+    end_step(false);
 }
 
 void PackedReduction::backward(const at::Tensor& loss) {
@@ -142,6 +145,7 @@ void PackedReduction::rescale_wire(double factor) {
 void PackedReduction::set_join(const JoinIteration& iteration) {
   divisor_ = iteration.divisor;
   publisher_ = iteration.first_active;
+  writes_.pause(iteration.active_ranks < lanes_[0].group.size());
 }
 
 void PackedReduction::start(size_t index) {
@@ -182,6 +186,7 @@ void PackedReduction::finish() {
     works[l].wait();
     settle(l, counts[l].cpu());
   }
+  writes_.restart();
   ++reductions_;
 }
 
@@ -201,11 +206,14 @@ bool PackedReduction::follows_record(size_t l, const sharding::Bucket& bucket) c
   });
 }
 
-/// One flag for each member of the lane: this rank has a gradient for it. Then one flag for each
-/// bucket of the lane: this rank's gradients did not follow the record.
+/// One number for each member of the lane: 1 if this rank has a gradient for it, and more than all
+/// ranks can have so if this rank has written it. Then one flag for each bucket of the lane: this
+/// rank's gradients did not follow the record.
 at::Tensor PackedReduction::use_and_deviations(size_t l) const {
   std::vector<int> flags;
-  for (const auto i : lanes_[l].members) flags.push_back(reducer_->has_gradient(i));
+  const int written = lanes_[l].group.size() + 1;
+  for (const auto i : lanes_[l].members)
+    flags.push_back(reducer_->has_gradient(i) + (writes_.written(i) ? written : 0));
   const auto& buckets = reducer_->buckets();
   for (size_t b = 0; b < buckets.size(); ++b)
     if (lane_of(buckets[b]) == l) flags.push_back(!followed_[b]);
@@ -217,8 +225,11 @@ at::Tensor PackedReduction::use_and_deviations(size_t l) const {
 void PackedReduction::settle(size_t l, const at::Tensor& counts) {
   auto& lane = lanes_[l];
   const auto* count = counts.data_ptr<int>();
-  for (const auto i : lane.members)
-    if (*count++ > 0) reducer_->set_used(i);
+  const int written = lane.group.size() + 1;
+  for (const auto i : lane.members) {
+    if (*count % written > 0) reducer_->set_used(i);
+    if (*count++ >= written) writes_.compare("DistributedOptimizer", lane.group, i);
+  }
   bool all_followed = true;
   std::vector<Work> singles;
   const auto& buckets = reducer_->buckets();

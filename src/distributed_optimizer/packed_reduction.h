@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "distributed_optimizer/packing.h"
+#include "sharding/gradients/forward_writes.h"
 #include "sharding/gradients/gradient_wire.h"
 #include "sharding/gradients/reducer.h"
 #include "tessera/join.h"
@@ -24,6 +25,8 @@ struct PackedReductionOptions {
   std::function<std::string(size_t parameter_group)> describe_step;
   WireFormat wire = WireFormat::float32;  ///< Of gradients between hosts.
   bool overlap = true;                    ///< Packs are reduced within backward, not at its end.
+  /// Ranks that have written other values of a parameter since the last step are an error.
+  bool compare_writes = true;
 };
 
 /// All-reduces the gradients of several parameter groups during backward, each group over its own
@@ -60,9 +63,12 @@ class PackedReduction : private sharding::ReductionPolicy {
   /// on rank 0 in the last backward. Between backward passes. Collective over those groups.
   void repack();
 
-  /// See sharding::GradientWire. Between backward passes.
-  void end_wire_step(bool used) {
+  /// See sharding::GradientWire. If they were `used`, the parameters have changed: what is written
+  /// from now on is compared at the end of backward, see sharding::ForwardWrites. Between backward
+  /// passes.
+  void end_step(bool used) {
     for (auto& lane : lanes_) lane.wire->end_step(used);
+    if (used) writes_.restart();
   }
   void rescale_wire(double factor);
 
@@ -113,6 +119,7 @@ class PackedReduction : private sharding::ReductionPolicy {
   std::vector<char> followed_;  // of each bucket: in this backward it was sent as recorded
   uint64_t reductions_ = 0;     // backward passes that were reduced
   bool shadowing_ = false;
+  sharding::ForwardWrites writes_;
   int divisor_ = 0;    // 0: the size of the lane's group
   int publisher_ = 0;  // the rank whose order of arrival determines the packs
   std::unique_ptr<sharding::Reducer> reducer_;
