@@ -1,6 +1,9 @@
 #include "distributed_optimizer/packed_reduction.h"
 
 #include <algorithm>
+#include <map>
+#include <string>
+#include <tuple>
 #include <utility>
 
 #include <c10/util/ScopeExit.h>
@@ -76,19 +79,41 @@ void PackedReduction::finished() {
     if (lanes_[lane_of_[i]].group.size() > 1 && reducer_->used(i)) reducer_->mark_overwritten(i);
 }
 
+/// All packs of one dtype and device share one allocation in each group, because an allocation is a
+/// collective.
 std::vector<sharding::Bucket> PackedReduction::make_buckets() {
+  constexpr int64_t kAlignment = 64;                             // bytes
+  using Kind = std::tuple<size_t, at::ScalarType, std::string>;  // channel, dtype, device
   std::vector<at::Tensor> tensors;
   for (const auto& parameter : parameters_) tensors.push_back(parameter.tensor);
   std::vector<sharding::Bucket> buckets;
+  std::vector<std::pair<Kind, int64_t>> places;
+  std::map<Kind, int64_t> sizes;
   for (const auto& [l, p] : order_of_packs()) {
-    auto group = lanes_[l].wire->group();
-    const auto& pack = lanes_[l].packs[p];
-    std::vector<int64_t> sizes;
-    for (const auto i : pack) sizes.push_back(tensors[i].numel());
-    auto layout = sharding::Layout::flat(std::move(sizes), group.size());
-    auto flat = group.allocate(layout.numel(), tensors[pack[0]].options().requires_grad(false));
-    buckets.push_back(sharding::make_bucket(pack, std::move(layout), std::move(flat), tensors));
-    buckets.back().lane = lanes_[l].channel;
+    const auto& lane = lanes_[l];
+    const auto& first = tensors[lane.packs[p][0]];
+    std::vector<int64_t> numels;
+    for (const auto i : lane.packs[p]) numels.push_back(tensors[i].numel());
+    auto& bucket = buckets.emplace_back();
+    bucket.members = lane.packs[p];
+    bucket.layout = sharding::Layout::flat(std::move(numels), lane.group.size());
+    bucket.lane = lane.channel;
+    const Kind kind{lane.channel, first.scalar_type(), first.device().str()};
+    places.emplace_back(kind, sizes[kind]);
+    const int64_t unit = kAlignment / first.element_size();
+    sizes[kind] += (bucket.layout.numel() + unit - 1) / unit * unit;
+  }
+  std::map<Kind, at::Tensor> memory;
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    const auto& [kind, at] = places[b];
+    auto& [members, layout, flat, views, channel] = buckets[b];
+    auto& all = memory[kind];
+    const auto options = tensors[members[0]].options().requires_grad(false);
+    auto group = lanes_[channel].wire->group();
+    if (!all.defined()) all = group.allocate(sizes[kind], options);
+    flat = sharding::window(all, at, layout.numel());
+    buckets[b] = sharding::make_bucket(members, layout, flat, tensors);
+    buckets[b].lane = channel;
   }
   followed_.assign(buckets.size(), true);
   return buckets;

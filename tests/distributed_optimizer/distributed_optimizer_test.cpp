@@ -1,5 +1,7 @@
 #include "tessera/distributed_optimizer.h"
 
+#include <set>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/nn.h>
@@ -248,6 +250,31 @@ TEST(DistributedOptimizerTest, APackIsOneCollectiveAndAddsNoBytes) {
     EXPECT_EQ(packs[0], std::vector<std::string>{"w21"});
     EXPECT_EQ(packs[8], (std::vector<std::string>{"w13", "w12"}));
     EXPECT_EQ(packs[9], (std::vector<std::string>{"w11", "w10"}));
+  });
+}
+
+/// An allocation is a collective, so one for each of many parameters takes long. Without packs
+/// `.grad` are windows of this memory.
+TEST(DistributedOptimizerTest, AllPacksOfADtypeShareOneAllocation) {
+  run_ranks(2, [](ProcessGroup group, int rank) {
+    std::vector<std::pair<std::string, at::Tensor>> parameters;
+    for (int i = 0; i < 300; ++i)
+      parameters.emplace_back(
+          std::to_string(i),
+          at::full({i % 7}, 1, i % 3 ? at::kFloat : at::kDouble).set_requires_grad(true));
+    DistributedOptimizer optimizer({{parameters, {}, group}}, sgd(0.01), {.reduce_method = "sum"});
+    auto loss = at::zeros({});
+    for (const auto& [name, tensor] : parameters) loss = loss + tensor.sum() * (rank + 1);
+    optimizer.backward(loss);
+    std::set<const void*> storages, begins;
+    for (const auto& [name, tensor] : parameters) {
+      EXPECT_TRUE(at::equal(tensor.grad(), at::full_like(tensor, 3).detach())) << name;
+      storages.insert(tensor.grad().storage().unsafeGetStorageImpl());
+      begins.insert(tensor.grad().data_ptr());
+      EXPECT_EQ(reinterpret_cast<uintptr_t>(tensor.grad().data_ptr()) % 64, 0u);
+    }
+    EXPECT_EQ(storages.size(), 2u);
+    EXPECT_GT(begins.size(), 250u);
   });
 }
 
