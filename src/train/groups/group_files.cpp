@@ -21,12 +21,16 @@ std::string state_file_of(int group) {
   return group == 0 ? "state.json" : fmt::format("group-{:05d}.json", group);
 }
 
-void add_parameters(const std::vector<ParameterShard>& shards, std::vector<StateSlice>& slices) {
+void add_parameters(int group, const std::vector<ParameterShard>& shards,
+                    std::vector<StateSlice>& slices) {
+  if (group == 0) return;
   for (size_t i = 0; i < shards.size(); ++i)
     slices[i].state.tensors[kParameter] = shards[i].tensor.detach();
 }
 
-void load_parameters(std::vector<StateSlice>& slices, const std::vector<ParameterShard>& shards) {
+void load_parameters(int group, std::vector<StateSlice>& slices,
+                     const std::vector<ParameterShard>& shards) {
+  if (group == 0) return;
   const torch::NoGradGuard no_grad;
   for (size_t i = 0; i < shards.size(); ++i) {
     auto& tensors = slices[i].state.tensors;
@@ -39,6 +43,7 @@ void load_parameters(std::vector<StateSlice>& slices, const std::vector<Paramete
 }
 
 void add_buffers(CheckpointWriter& writer, int group, const torch::nn::Module& module) {
+  if (group == 0) return;
   std::vector<std::pair<std::string, at::Tensor>> buffers;
   for (const auto& buffer : module.named_buffers(true))
     if (buffer.value().defined()) buffers.emplace_back(buffer.key(), buffer.value());

@@ -21,14 +21,20 @@ inline int group_to_resume(int number, int groups) { return number % groups; }
 std::string slice_set_of(int group);
 std::string state_file_of(int group);
 
-/// For groups other than 0: adds the parameters of `shards` to their `slices`, one for each.
-void add_parameters(const std::vector<ParameterShard>& shards, std::vector<StateSlice>& slices);
+// The following do nothing for group 0.
+
+/// Adds the parameters of `shards` to their `slices`, one for each.
+void add_parameters(int group, const std::vector<ParameterShard>& shards,
+                    std::vector<StateSlice>& slices);
 /// Takes them from loaded `slices`, one for each of `shards`, and writes them to the shards. A
 /// shard whose slice has none stays as it is.
-void load_parameters(std::vector<StateSlice>& slices, const std::vector<ParameterShard>& shards);
-/// For groups other than 0, on one rank of each.
+void load_parameters(int group, std::vector<StateSlice>& slices,
+                     const std::vector<ParameterShard>& shards);
+/// On one rank of each group.
 void add_buffers(CheckpointWriter& writer, int group, const torch::nn::Module& module);
 void load_buffers(const Checkpoint& checkpoint, int group, torch::nn::Module& module);
+
+// Averages.
 
 /// Removes the tensors `name` from the states of all slices and returns them, in their order; none
 /// if a slice has none.

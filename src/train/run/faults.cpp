@@ -9,7 +9,6 @@
 #include <fmt/ranges.h>
 
 #include "tessera/checkpoint_store.h"
-#include "tessera/detail/report_to_launcher.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
 #include "tessera/step/nonfinite.h"
@@ -79,15 +78,14 @@ void Faults::end_step(int64_t step, const StepInput& input, const StepResult& re
         fmt::format("{}; {} steps in a row were skipped before it, and "
                     "train.nonfinite_limit allows no more",
                     origin, policy_.rules().most_skips));
-  warn(origin + (context_.groups->several() ? "; this step is skipped in this group"
-                                            : "; this step is skipped on all ranks"));
+  warn(origin + "; this step is skipped " + context_.groups->scope());
 }
 
 /// On the first rank of a group; group 0 has the reporter.
 void Faults::warn(const std::string& text) const {
   if (context_.reporter) {
     context_.say("warning: " + text);
-  } else if (context_.groups->several() && context_.own_group().rank() == 0) {
+  } else if (context_.own_group().rank() == 0) {
     std::printf("warning: %s%s\n", context_.groups->label().c_str(), text.c_str());
     std::fflush(stdout);
   }
@@ -105,8 +103,7 @@ void Faults::fail(const std::string& reason) {
   ProcessGroup group = context_.own_group();
   std::string advice;
   if (!folder.empty()) {
-    const auto sound = context_.groups->several() ? latest_sound_checkpoint(folder)
-                                                  : latest_sound_checkpoint(folder, group);
+    const auto sound = context_.groups->latest_sound(folder);
     advice = sound ? "; the last sound checkpoint is " + *sound
                    : "; there is no sound checkpoint in " + folder;
   }
@@ -121,19 +118,7 @@ void Faults::fail(const std::string& reason) {
 /// own_group().
 void Faults::fail_in_step(const std::string& reason) {
   fail(reason);
-  if (context_.groups->several()) end_all_groups(failure_);
-}
-
-void Faults::end_all_groups(const std::string& reason) const {
-  const std::string text = context_.groups->label() + reason;
-  detail::report_agreed(ranks_, text);
-  try {
-    if (context_.own_group().rank() == 0) ProcessGroup(context_.group).fail(text);
-    ProcessGroup(context_.own_group()).barrier("end of the run");
-  } catch (const UsageError&) {
-    // That of fail(), which adds the rank.
-  }
-  throw AgreedError(text);
+  context_.groups->end_all(failure_, ranks_);
 }
 
 std::string Faults::origin_of(Fault fault, int64_t step, const StepInput& input,
@@ -155,11 +140,9 @@ std::string Faults::nonfinite_parameter(ProcessGroup group, int64_t done) {
     if (!text.empty() && own.empty()) own = shard.parameter + ": " + text;
   }
   const auto ranks = group.all_gather_bytes(own, "first parameter that is not finite");
-  const bool of_all = group.size() == context_.group.size();
   for (size_t i = 0; i < ranks.size(); ++i) {
     if (ranks[i].empty()) continue;
-    const int rank =
-        of_all ? static_cast<int>(i) : context_.groups->rank_in_run(static_cast<int>(i));
+    const int rank = context_.groups->rank_in_run(group, static_cast<int>(i));
     const std::string update =
         done > 0 ? fmt::format("update of step {}", done - 1) : std::string("initial weights");
     ranks_ = {rank};
@@ -185,7 +168,7 @@ std::string Faults::origin_of_loss(int64_t step, const StepInput& input, const S
   for (size_t rank = 0; rank < losses.size(); ++rank) {
     if (losses[rank].empty()) continue;
     origin = std::min(origin, rank);
-    ranks.push_back(context_.groups->rank_in_run(static_cast<int>(rank)));
+    ranks.push_back(context_.groups->rank_in_run(group, static_cast<int>(rank)));
   }
   if (ranks.empty())
     return fmt::format("forward: the mean of finite losses is {}", text_of(result.record.loss));
@@ -204,7 +187,7 @@ std::string Faults::origin_of_gradient(const StepInput& input, double value) {
     return norm +
            ", although no rank's own gradient was found to have such elements; their sum or the "
            "sum of their squares overflowed, or a second pass gave other gradients";
-  const int rank = context_.groups->rank_in_run(origin.rank);
+  const int rank = context_.groups->rank_in_run(context_.own_group(), origin.rank);
   ranks_ = {rank};
   return fmt::format("rank {}, {}; the first parameter whose gradient is not finite is {}", rank,
                      norm, origin.parameter);

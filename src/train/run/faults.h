@@ -37,10 +37,6 @@ class Faults {
   /// The step to which the run goes back, and which is then left out.
   const std::optional<int64_t>& rollback() const { return rollback_; }
 
-  /// Throws AgreedError in this group; other groups get the error in their next collective.
-  /// Collective within own_group().
-  [[noreturn]] void end_all_groups(const std::string& reason) const;
-
  private:
   std::string origin_of(Fault fault, int64_t step, const StepInput& input,
                         const StepResult& result);

@@ -27,20 +27,17 @@ std::string placed(const Error& error, const Heartbeat& heartbeat) {
 }  // namespace
 
 TrainResult Run::run() {
-  const bool several = context_.groups->several();
   const Heartbeat& heartbeat = context_.heartbeat;
   try {
     return run_to_end();
   } catch (const BrokenWorldError& error) {
     throw BrokenWorldError(placed(error, heartbeat), error.ranks());
   } catch (const AgreedError& error) {
-    // In a step the ranks of one group agree, and the other groups do not know.
-    const bool in_step = several && heartbeat.phase() == Phase::training;
-    if (in_step && !context_.group.ended()) faults_->end_all_groups(placed(error, heartbeat));
-    throw AgreedError(placed(error, heartbeat));
+    const std::string text = placed(error, heartbeat);
+    if (heartbeat.phase() == Phase::training) context_.groups->end_all(text, faults_->ranks());
+    throw AgreedError(text);
   } catch (const UsageError& error) {
-    // That of end_all_groups() in another group.
-    if (several && context_.group.ended()) throw AgreedError(placed(error, heartbeat));
+    if (context_.groups->ended()) throw AgreedError(placed(error, heartbeat));
     throw UsageError(placed(error, heartbeat));
   }
 }
@@ -120,7 +117,7 @@ void Run::iteration(std::optional<Batch> batch) {
   const auto due = [done](int64_t every) { return every > 0 && done % every == 0; };
   const bool interrupted = stops_.signal() != 0;
   const bool last = done == data_->iterations() || (stops_.stopped() && !interrupted);
-  if (sync_ && last) sync_->synchronize();
+  if (last) context_.groups->synchronize();
   const bool evaluation = data_->splits().val && (last || due(context_.config.train.eval_every));
   // After an interruption the process may be killed soon: the checkpoint is written at once and
   // records that the evaluation is due.
@@ -128,7 +125,7 @@ void Run::iteration(std::optional<Batch> batch) {
   if (evaluation && !interrupted) {
     evaluate();
     // It may have stopped the run early.
-    if (sync_ && stops_.stopped() && !last) sync_->synchronize();
+    if (stops_.stopped() && !last) context_.groups->synchronize();
   }
   if (context_.reporter) {
     context_.reporter->log(now_.record);
@@ -151,10 +148,10 @@ void Run::train_step(std::optional<Batch> batch) {
     input.weight = data_->weight_of(batch->inputs.size(0), now_.active_ranks, now_.done);
     input.parts = data_->parts_of(std::move(*batch));
   }
-  const StepResult result =
+  StepResult result =
       step_->run(data_->progress(now_.done), input, faults_->policy(), !data_->joins());
-  stops_.note(result.sums, context_, sync_ && sync_->meets_after(now_.done + 1));
-  if (sync_) sync_->step();
+  if (context_.groups->end_step(result.sums, now_.done + 1)) stops_.stop();
+  stops_.note(result.sums);
   if (average_ && result.updated) average_->update();
   StepRecord& record = now_.record = result.record;
   record.step = now_.done;
@@ -205,8 +202,7 @@ void Run::call_hooks(void (RunHook::*call)(RunState&), const StepRecord::Figures
     state.model = wrapper_.get();
     context_.heartbeat.enter(Phase::hooks, now_.done);
     (*hook.*call)(state);
-    // Groups that train apart see other figures, so they agree on the end when they meet.
-    if (state.stop) stops_.add_wish(context_.groups->several());
+    if (state.stop && context_.groups->ask_to_stop()) stops_.stop();
   }
 }
 
@@ -267,7 +263,7 @@ void Run::run_due_evaluation() {
 void Run::save_checkpoint() {
   if (!checkpoints_->write()) return;
   const auto path = checkpoints_->save(now_.done, [this] { return state(); },
-                                       {*wrapper_, *weights_, average_.get(), sync_.get()});
+                                       {*wrapper_, *weights_, average_.get()});
   if (path.empty()) return;
   now_.result.checkpoint = path;
   faults_->check_checkpoint(path, weights_->buffer_names(), now_.done);

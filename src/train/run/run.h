@@ -12,7 +12,6 @@
 #include "tessera/step/early_stop.h"
 #include "tessera/step/weight_average.h"
 #include "tessera/train.h"
-#include "train/groups/group_sync.h"
 #include "train/run/faults.h"
 #include "train/run/run_data.h"
 #include "train/run/stop_requests.h"
@@ -82,7 +81,6 @@ class Run : private Joinable {
   std::optional<RunWeights> weights_;
   std::vector<std::shared_ptr<RunHook>> hooks_;
   std::unique_ptr<ModelWrapper> wrapper_;
-  std::unique_ptr<GroupSync> sync_;  // with parallel.local_sgd
   std::optional<TrainingStep> step_;
   std::optional<Faults> faults_;
   std::unique_ptr<WeightAverage> average_;

@@ -43,7 +43,7 @@ Run::Run(const Config& config, ProcessGroup group, std::set<int64_t> left_out, H
   if (!context_.device.is_cpu()) on_device_.reset_device(context_.device);
   all = all.with_device(context_.device);
   check_same_config(config, all);
-  context_.groups.emplace(config, all);
+  context_.groups = make_training_groups(config, all);
   checkpoints_.emplace(context_);
   // Layers that communicate get a group of their own, so that their collectives are never matched
   // with the wrapper's or with those of a failed start.
@@ -90,11 +90,7 @@ void Run::make() {
     throw UsageError(config.at("data.uneven") + "join is not supported by parallel.type " +
                      config.parallel.type);
   weights_->load(*wrapper_, checkpoints_->resumed());
-  if (config.parallel.local_sgd) {
-    sync_ = named(config.at("parallel.local_sgd"), [&] {
-      return std::make_unique<GroupSync>(*config.parallel.local_sgd, *context_.groups, *wrapper_);
-    });
-  }
+  context_.groups->start(*wrapper_);
   const RunConfig& train = config.train;
   OptimWrapperOptions options{.accumulative_counts = train.accumulation,
                               .clip_grad_norm = train.clip_grad_norm,
@@ -134,7 +130,7 @@ void Run::restore() {
     now_.evaluation_due = data_->splits().val != nullptr;
     now_.record = *state.evaluation_due;
   }
-  const auto averages = checkpoints_->restore(state, *wrapper_, sync_.get());
+  const auto averages = checkpoints_->restore(state, *wrapper_);
   if (context_.config.train.ema.decay) start_averaging(averages, state.average_updates.value_or(0));
 }
 

@@ -68,7 +68,7 @@ void report_start(const RunContext& context, const RunData& data, const RunWeigh
                   weights.elements(), splits.train->describe(),
                   splits.val ? fmt::format(", evaluation on {} samples", splits.val->size()) : "",
                   optimizer, parallel, ranks, ranks == 1 ? "" : "s", context.group.backend_name(),
-                  config.parallel.local_sgd ? ", local_sgd: " + context.groups->describe() : ""));
+                  context.groups->note()));
   if (resumed != nullptr) context.say("resuming from " + resumed->path());
   Json options = Json::object();
   if (config.options) {

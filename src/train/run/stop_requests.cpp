@@ -64,18 +64,7 @@ std::vector<double> StopRequests::flags() const {
   return flags;
 }
 
-void StopRequests::note(std::vector<double> ranks, const RunContext& context, bool meet) {
-  if (context.groups->several()) {
-    if (!meet) return;
-    ProcessGroup all = context.group;
-    ranks.push_back(wish_ ? 1 : 0);
-    const at::Tensor sum = at::tensor(ranks, at::kDouble).to(all.control_device());
-    all.all_reduce(sum, 1, "requests to stop");
-    const at::Tensor total = sum.cpu();
-    ranks.assign(total.data_ptr<double>(), total.data_ptr<double>() + total.numel());
-    stop_ = stop_ || ranks.back() > 0;
-    ranks.pop_back();
-  }
+void StopRequests::note(const std::vector<double>& ranks) {
   const auto asked = std::find_if(ranks.begin(), ranks.end(), [](double n) { return n > 0; });
   if (asked == ranks.end()) return;
   stop_ = true;

@@ -4,8 +4,6 @@
 #include <csignal>
 #include <vector>
 
-#include "train/state/run_context.h"
-
 namespace tessera::train {
 
 /// The signals that save and end a run. If ranks got different ones, the first in this order names
@@ -22,17 +20,13 @@ int stop_requested() noexcept;
 /// counted as the first.
 void handle_signals();
 
-/// Why and whether a run ends before its last step; the same on all ranks. Local, unless stated
-/// otherwise.
+/// Why and whether a run ends before its last step; the same on all ranks. Local.
 class StopRequests {
  public:
   /// For each of kStopSignals, whether this rank got it.
   std::vector<double> flags() const;
-  /// `ranks`: the sums of flags() over the ranks of own_group(). Groups that train apart stop only
-  /// where they `meet`. Collective.
-  void note(std::vector<double> ranks, const RunContext& context, bool meet);
-  /// A request of hooks, by all ranks of own_group(). It counts at once where all ranks make it.
-  void add_wish(bool several_groups) { (several_groups ? wish_ : stop_) = true; }
+  /// `ranks`: the sums of flags() over all ranks.
+  void note(const std::vector<double>& ranks);
   void stop() { stop_ = true; }
 
   bool stopped() const { return stop_; }
@@ -40,7 +34,7 @@ class StopRequests {
   bool here() const { return here_; }     ///< whether this rank got a signal
 
  private:
-  bool stop_ = false, wish_ = false, here_ = false;
+  bool stop_ = false, here_ = false;
   int signal_ = 0;
 };
 

@@ -208,12 +208,11 @@ void RunCheckpoints::check(const SavedState& state) const {
   }
 }
 
-std::vector<at::Tensor> RunCheckpoints::restore(const SavedState& state, ModelWrapper& wrapper,
-                                                GroupSync* sync) {
+std::vector<at::Tensor> RunCheckpoints::restore(const SavedState& state, ModelWrapper& wrapper) {
   auto averages = restore_slices(state, wrapper);
-  if (resumed_group_ > 0) load_buffers(*resumed_, resumed_group_, *wrapper.model().module);
+  load_buffers(*resumed_, resumed_group_, *wrapper.model().module);
   restore_random(state.step, wrapper);
-  restore_sync(state.step, sync);
+  restore_groups(state.step);
   return averages;
 }
 
@@ -221,17 +220,16 @@ int RunCheckpoints::groups_saved() const {
   return resumed_groups_.is_object() ? resumed_groups_.value("groups", 1) : 1;
 }
 
-void RunCheckpoints::restore_sync(int64_t steps, GroupSync* sync) {
+void RunCheckpoints::restore_groups(int64_t steps) {
   const int saved = groups_saved();
   if (saved != context_.groups->count())
     context_.say(fmt::format(
         "warning: {} is of a run with {} group{}, and this one has {}: group i goes on from group "
         "i mod {}",
         resumed_->path(), saved, saved == 1 ? "" : "s", context_.groups->describe(), saved));
-  if (sync == nullptr) return;
   const auto state =
       context_.config.checkpoint.optimizer ? resumed_groups_ : nlohmann::ordered_json();
-  if (!sync->load(*resumed_, state, resumed_group_, steps))
+  if (!context_.groups->load(*resumed_, state, resumed_group_, steps))
     context_.say("parallel.local_sgd: the outer optimizer starts anew");
 }
 
@@ -243,7 +241,7 @@ std::vector<at::Tensor> RunCheckpoints::restore_slices(const SavedState& state,
   std::vector<StateSlice> slices =
       resumed_->load_slices({shards.begin(), shards.end()}, slice_set_of(resumed_group_));
   std::vector<at::Tensor> averages = take_from(slices, kAverage);
-  if (resumed_group_ > 0) load_parameters(slices, shards);
+  load_parameters(resumed_group_, slices, shards);
   for (size_t i = 0; i < averages.size(); ++i)
     averages[i] = in_form_of(shards[i].tensor, averages[i], slices[i]);
   if (!config.checkpoint.optimizer) return averages;
@@ -280,7 +278,7 @@ void RunCheckpoints::restore_random(int64_t steps, ModelWrapper& wrapper) {
 
 std::vector<StateSlice> RunCheckpoints::slices(const SavedParts& parts) const {
   std::vector<StateSlice> all = parts.wrapper.state_slices();
-  if (!context_.groups->first()) add_parameters(parts.wrapper.shards(), all);
+  add_parameters(context_.groups->number(), parts.wrapper.shards(), all);
   std::vector<StateSlice> saved;
   for (const size_t i : parts.wrapper.saved_shards()) {
     saved.push_back(all[i]);
@@ -292,7 +290,7 @@ std::vector<StateSlice> RunCheckpoints::slices(const SavedParts& parts) const {
 std::string RunCheckpoints::save(int64_t step, const std::function<SavedState()>& state_of,
                                  const SavedParts& parts) {
   if (saved_at_ == step) return "";
-  const TrainingGroups& groups = *context_.groups;
+  TrainingGroups& groups = *context_.groups;
   const auto begin_part = [&] { context_.heartbeat.enter(Phase::saving, step); };
   begin_part();
   const auto start = std::chrono::steady_clock::now();
@@ -301,7 +299,7 @@ std::string RunCheckpoints::save(int64_t step, const std::function<SavedState()>
   if (groups.first()) parts.weights.add_to(writer);
   begin_part();
   writer.add_slices(slices(parts), slice_set_of(groups.number()));
-  const auto local_sgd = parts.sync ? parts.sync->save(writer) : decltype(SavedState::local_sgd)();
+  const auto local_sgd = groups.save(writer);
   auto own = random_state(context_.device);
   for (auto& [name, tensor] : own) name = "random." + name;
   for (const auto& [name, tensor] : parts.wrapper.extra_state())
@@ -311,7 +309,7 @@ std::string RunCheckpoints::save(int64_t step, const std::function<SavedState()>
     auto state = state_of();
     state.local_sgd = local_sgd;
     writer.add_text(state_file_of(groups.number()), to_text(state));
-    if (!groups.first()) add_buffers(writer, groups.number(), *parts.wrapper.model().module);
+    add_buffers(writer, groups.number(), *parts.wrapper.model().module);
   }
   if (context_.first()) writer.add_text(kConfig, context_.config.dump(true));
   begin_part();

@@ -5,7 +5,6 @@
 
 #include "tessera/checkpoint_store.h"
 #include "tessera/step/weight_average.h"
-#include "train/groups/group_sync.h"
 #include "train/state/run_weights.h"
 #include "train/state/saved_state.h"
 
@@ -16,7 +15,6 @@ struct SavedParts {
   ModelWrapper& wrapper;
   RunWeights& weights;
   WeightAverage* average = nullptr;  ///< null: none
-  GroupSync* sync = nullptr;         ///< null: none
 };
 
 /// The checkpoints of a run: the one from which it resumes, and those that it writes. Collective
@@ -35,10 +33,9 @@ class RunCheckpoints {
   /// Reads the state of this rank's group. Throws UsageError if it is of a run with another global
   /// batch, or of a model with another meaning. Within resumed()->read_together().
   SavedState read_state();
-  /// Restores the tensors and the random numbers. `sync`: null if there is none. Returns the saved
-  /// averages of wrapper.shards(), if there are any. Within read_together(); call publish() after
-  /// it.
-  std::vector<at::Tensor> restore(const SavedState& state, ModelWrapper& wrapper, GroupSync* sync);
+  /// Restores the tensors and the random numbers. Returns the saved averages of wrapper.shards(),
+  /// if there are any. Within read_together(); call publish() after it.
+  std::vector<at::Tensor> restore(const SavedState& state, ModelWrapper& wrapper);
   void publish(ModelWrapper& wrapper) const {
     if (resumed_group_ > 0) wrapper.publish_shards();
   }
@@ -58,14 +55,14 @@ class RunCheckpoints {
   void check(const SavedState& state) const;
   std::vector<at::Tensor> restore_slices(const SavedState& state, ModelWrapper& wrapper);
   void restore_random(int64_t steps, ModelWrapper& wrapper);
-  void restore_sync(int64_t steps, GroupSync* sync);
+  void restore_groups(int64_t steps);
   int groups_saved() const;
   std::vector<StateSlice> slices(const SavedParts& parts) const;
 
   RunContext& context_;
   std::optional<CheckpointStore> store_;
   std::optional<Checkpoint> resumed_;
-  nlohmann::ordered_json resumed_groups_;  // what GroupSync had saved in it
+  nlohmann::ordered_json resumed_groups_;  // what TrainingGroups had saved in it
   int resumed_group_ = 0;                  // its group from which this rank's goes on
   int64_t saved_at_ = -1;
 };

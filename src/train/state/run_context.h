@@ -1,7 +1,6 @@
 #pragma once
 
 #include <memory>
-#include <optional>
 #include <string>
 
 #include "tessera/process_group.h"
@@ -17,9 +16,9 @@ struct RunContext {
   const Config& config;
   ProcessGroup group;  ///< all ranks
   Heartbeat& heartbeat;
-  at::Device device = at::kCPU;               ///< of the model
-  std::optional<TrainingGroups> groups = {};  ///< always there after the first checks
-  std::unique_ptr<Reporter> reporter = {};    ///< on rank 0
+  at::Device device = at::kCPU;                 ///< of the model
+  std::unique_ptr<TrainingGroups> groups = {};  ///< always there after the first checks
+  std::unique_ptr<Reporter> reporter = {};      ///< on rank 0
 
   bool first() const { return group.rank() == 0; }
   /// The ranks that train together in every step.

@@ -30,7 +30,7 @@ struct SavedState {
   /// The record of the last step, whose evaluation an interruption left undone.
   std::optional<StepRecord> evaluation_due = {};
   std::optional<int64_t> average_updates = {};
-  nlohmann::ordered_json local_sgd = {};  ///< of GroupSync::save(); null: none
+  nlohmann::ordered_json local_sgd = {};  ///< of TrainingGroups::save(); null: none
   std::set<int64_t> left_out = {};        ///< steps that are not trained
   std::optional<double> best_eval_loss = {};
   std::vector<std::string> hooks = {};
