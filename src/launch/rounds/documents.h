@@ -66,4 +66,16 @@ struct Order {
   static std::optional<Order> decode(const std::string& text);
 };
 
+/// The orders that may end a round before its ranks do. This class is the plain case: there are
+/// none. Those of a Meeting derive from it.
+class RoundOrders {
+ public:
+  virtual ~RoundOrders() = default;
+  /// Readable when there is something new; -1: never.
+  virtual int fd() const { return -1; }
+  /// The order that ends the round which runs here; nullopt if none does. Throws nothing; does not
+  /// block.
+  virtual std::optional<Order> end_of_round() { return std::nullopt; }
+};
+
 }  // namespace tessera::launch

@@ -19,26 +19,25 @@ class Contact;
 /// This launcher's part in the meeting of the launchers of several hosts: it writes what this host
 /// does into the store of node 0 and reads the orders, in a thread of its own. On node 0 it also
 /// serves the store, at --master-port + 1, and gives the orders (Leader).
-class Meeting {
+class Meeting : public RoundOrders {
  public:
   /// Returns at once, except on node 0, which begins to serve. Throws UsageError if it cannot, and
   /// for a secret that cannot be read.
   explicit Meeting(const LaunchOptions& options);
   /// Tells the others that this launcher ends. Node 0 waits a few seconds for those that read its
   /// last order. If node 0 does not answer, it blocks for two seconds.
-  ~Meeting();
+  ~Meeting() override;
   Meeting(const Meeting&) = delete;
   Meeting& operator=(const Meeting&) = delete;
 
   /// Readable when there is a new order or an error. take() empties it.
-  int fd() const { return news_.get(); }
+  int fd() const override { return news_.get(); }
   /// The current order. Throws UsageError if this launcher cannot take part: another secret, other
   /// flags than node 0, a node rank that another launcher has. Throws BrokenWorldError if node 0
   /// is lost.
   Order take();
-  /// The order that ends the round which runs here; nullopt if none does. The loss of node 0 is one
-  /// of kind fail. Throws nothing; does not block.
-  std::optional<Order> end_of_round();
+  /// The loss of node 0 is an order of kind fail.
+  std::optional<Order> end_of_round() override;
 
   /// This host's node rank in the round that is to be started; -1 if it takes no part in `order`.
   int place_in(const Order& order) const;

@@ -152,7 +152,8 @@ int run(const LaunchOptions& options) {
                   ": OMP_NUM_THREADS is not set: every rank gets OMP_NUM_THREADS=1");
     }
     Guard guard;
-    const Surroundings around{options, program.path, environment, console, guard, signals};
+    RoundOrders none;
+    const Surroundings around{options, program.path, environment, console, guard, signals, none};
     exit_code = hosts_meet(options) ? run_rounds(around) : run_attempts(around);
   }
   flush(console, signals);

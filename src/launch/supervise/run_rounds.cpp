@@ -95,7 +95,7 @@ class Rounds {
     meeting_.begin(order.round);
     const Surroundings here{options,         around_.path,  around_.environment,
                             around_.console, around_.guard, around_.signals,
-                            &meeting_};
+                            meeting_};
     const Outcome outcome = run_attempt(here, order.round, order.incarnations.front());
     if (!outcome.not_started.empty()) say(outcome.not_started);
     code_ = outcome.exit_code;

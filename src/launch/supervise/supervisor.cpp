@@ -114,7 +114,7 @@ void Supervisor::wait_for_events(std::vector<pollfd>& polled) {
   for (const Rank& rank : ranks_)
     polled.push_back({rank.exit ? -1 : rank.child.end_fd(), POLLIN, 0});
   mux_.add_polled(polled);
-  if (around_.meeting) polled.push_back({around_.meeting->fd(), POLLIN, 0});
+  polled.push_back({around_.orders.fd(), POLLIN, 0});
   if (poll(polled.data(), polled.size(), poll_timeout()) < 0)
     for (pollfd& entry : polled) entry.revents = 0;
 }
@@ -197,8 +197,8 @@ void Supervisor::on_deadline() {
 /// Another host may end the round. If the ranks of this one are ending anyway, nothing is to be
 /// done.
 void Supervisor::follow_order() {
-  if (!around_.meeting || phase_ != Phase::Running) return;
-  const auto order = around_.meeting->end_of_round();
+  if (phase_ != Phase::Running) return;
+  const auto order = around_.orders.end_of_round();
   if (!order) return;
   const bool stop = order->kind == Order::Kind::stop;
   say("ending " + count_ranks(alive()) + " of " + host_name() + ": " + order->text);

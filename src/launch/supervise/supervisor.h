@@ -6,7 +6,7 @@
 
 #include "launch/environment.h"
 #include "launch/output/mux.h"
-#include "launch/rounds/meeting.h"
+#include "launch/rounds/documents.h"
 #include "launch/supervise/blame.h"
 #include "launch/supervise/child.h"
 #include "launch/supervise/guard.h"
@@ -33,7 +33,7 @@ struct Surroundings {
   Console& console;
   Guard& guard;
   SignalWatch& signals;
-  Meeting* meeting = nullptr;  ///< Of the launchers of several hosts; null: none.
+  RoundOrders& orders;
 };
 
 /// Starts the ranks of one attempt and supervises them until the last one has ended. A failure is
@@ -42,7 +42,7 @@ struct Surroundings {
 ///
 ///   Running --failure--> Grace --1.5 s--> Terminating (SIGTERM) --2 s--> Killing (SIGKILL)
 ///   Running --signal---> Interrupted --the user's grace, or a later second signal--> Killing
-///   Running --order of the meeting--> Terminating or Interrupted
+///   Running --order--> Terminating or Interrupted
 ///   Running --SIGUSR1 or SIGUSR2--> Announced --another signal--> Interrupted
 class Supervisor {
  public:
@@ -110,7 +110,7 @@ class Supervisor {
   int ended_ = 0;               ///< How many ranks have ended.
   std::optional<Cause> cause_;  ///< Once it has been reported.
   int interrupted_by_ = 0;
-  bool ordered_ = false;  ///< An order of the meeting ends the ranks.
+  bool ordered_ = false;  ///< An order ends the ranks.
   /// When the first signal arrived that requests an end.
   std::optional<Clock::time_point> stop_requested_at_;
   bool terminal_given_ = false;

@@ -95,8 +95,7 @@ SeparateGroups::SeparateGroups(const Config& config, const ProcessGroup& all)
   // The ranks of hosts may be interleaved. Groups are numbered by their lowest ranks.
   const int own = rank_in_run(inner_, 0);
   std::set<int> firsts;
-  for (const auto& first :
-       all_.all_gather_bytes(std::to_string(own), "first ranks of the groups"))
+  for (const auto& first : all_.all_gather_bytes(std::to_string(own), "first ranks of the groups"))
     firsts.insert(std::stoi(first));
   count_ = static_cast<int>(firsts.size());
   number_ = static_cast<int>(std::distance(firsts.begin(), firsts.find(own)));
@@ -218,7 +217,8 @@ Json SeparateGroups::save(CheckpointWriter& writer) {
   return saved;
 }
 
-bool SeparateGroups::load(const Checkpoint& checkpoint, const Json& saved, int from, int64_t steps) {
+bool SeparateGroups::load(const Checkpoint& checkpoint, const Json& saved, int from,
+                          int64_t steps) {
   LocalSgd::State state = local_->state_dict();
   state["steps"] = at::scalar_tensor(steps, at::kLong);
   const Json own = description();
