@@ -216,7 +216,6 @@ class Checkpoint {
 
  private:
   std::unique_ptr<Impl> impl_;
-  ProcessGroup group_;
 };
 
 }  // namespace tessera

@@ -2,6 +2,7 @@
 
 #include <cerrno>
 #include <charconv>
+#include <filesystem>
 #include <random>
 
 #include <fcntl.h>
@@ -31,6 +32,14 @@ int lowest_seen(const std::string& folder, const std::string& prefix) {
 }
 
 }  // namespace
+
+std::string FolderPlaces::save_id(const std::string& partial) const {
+  return shared() ? "" : std::filesystem::path(partial).extension().string();
+}
+
+std::string FolderPlaces::on_leaders(ProcessGroup group, const std::string& text) const {
+  return shared() ? text : group.broadcast_bytes(text, 0);
+}
 
 FolderPlaces find_places(ProcessGroup group, const std::string& folder) {
   std::random_device random;

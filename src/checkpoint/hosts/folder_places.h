@@ -21,6 +21,12 @@ struct FolderPlaces {
     return std::all_of(leaders.begin(), leaders.end(), [](int leader) { return leader == 0; });
   }
   bool leads(int rank) const { return leaders[rank] == rank; }
+
+  /// Tells the parts of one save in several places, each of which is renamed alone; "" if there is
+  /// one place.
+  std::string save_id(const std::string& partial) const;
+  /// `text` of rank 0 on the leaders of all places. Collective.
+  std::string on_leaders(ProcessGroup group, const std::string& text) const;
 };
 
 /// Every rank makes a file in `folder` and looks for those of the others. The folder must exist.

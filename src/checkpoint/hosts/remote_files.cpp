@@ -27,10 +27,19 @@ constexpr uint8_t kCutShort = 255;
 
 RemoteFiles::RemoteFiles(ProcessGroup group, std::vector<std::vector<int>> holders,
                          ReadLocal read_local)
-    : group_(std::move(group)), holders_(std::move(holders)), read_local_(std::move(read_local)) {}
+    : FileSource(std::move(group)),
+      holders_(std::move(holders)),
+      read_local_(std::move(read_local)) {}
 
 bool RemoteFiles::here(size_t file) const {
   return std::binary_search(holders_[file].begin(), holders_[file].end(), group_.rank());
+}
+
+FileSource::Place RemoteFiles::place(size_t file, int rank, int ranks) const {
+  if (ranks == 1) return {0, 1};  // it reads all that are here
+  const auto& holders = holders_[file];
+  const auto found = std::find(holders.begin(), holders.end(), rank);
+  return {static_cast<int>(found - holders.begin()), static_cast<int>(holders.size())};
 }
 
 int RemoteFiles::server(size_t file, int reader) const {

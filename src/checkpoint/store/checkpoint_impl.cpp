@@ -29,10 +29,15 @@ int size_of_file(const std::string& path, uint64_t& size) {
   return 0;
 }
 
+size_t number_of(const store::Manifest& manifest, const FileRecord& file) {
+  return static_cast<size_t>(&file - manifest.files.data());
+}
+
 }  // namespace
 
 Checkpoint::Impl::Impl(const std::string& folder)
-    : path(fs::path(folder).lexically_normal().string()) {
+    : path(fs::path(folder).lexically_normal().string()),
+      source(std::make_unique<store::FileSource>(ProcessGroup())) {
   while (path.size() > 1 && path.back() == '/') path.pop_back();
   path = store::readable_version(path);
   parse_manifest(manifest_text(false));
@@ -157,14 +162,14 @@ FileDescriptor Checkpoint::Impl::open(const FileRecord& file) const {
 }
 
 bool Checkpoint::Impl::here(const FileRecord& file) const {
-  return !remote || remote->here(static_cast<size_t>(&file - manifest.files.data()));
+  return source->here(number_of(manifest, file));
 }
 
 int64_t Checkpoint::Impl::read(const FileRecord& file, void* to, size_t count,
                                uint64_t offset) const {
   if (here(file)) return open(file).read_at(to, count, offset);
   try {
-    remote->read(static_cast<size_t>(&file - manifest.files.data()), to, count, offset);
+    source->read(number_of(manifest, file), to, count, offset);
   } catch (const BrokenWorldError&) {
     throw;
   } catch (const Error& error) {
@@ -258,16 +263,10 @@ std::string Checkpoint::Impl::text(const std::string& file) const {
 /// checks its header.
 void Checkpoint::Impl::verify_share(int rank, int ranks) const {
   int turn = 0;
-  for (size_t i = 0; i < manifest.files.size(); ++i) {
-    const FileRecord& file = manifest.files[i];
+  for (const FileRecord& file : manifest.files) {
     if (!here(file)) continue;
-    int number = rank, count = ranks;
-    if (remote && ranks > 1) {
-      const auto& holders = remote->holders(i);
-      number = static_cast<int>(std::find(holders.begin(), holders.end(), rank) - holders.begin());
-      count = static_cast<int>(holders.size());
-    }
-    const auto mine = [&] { return turn++ % count == number; };
+    const auto place = source->place(number_of(manifest, file), rank, ranks);
+    const auto mine = [&] { return turn++ % place.count == place.number; };
     if (!file.has_tensors()) {
       if (mine()) text(file.name);
       continue;
@@ -286,9 +285,9 @@ at::Tensor Checkpoint::Impl::load(const std::string& file, const std::string& na
 
 void Checkpoint::Impl::load_slice(const std::string& file, const std::string& name, int64_t begin,
                                   int64_t count, at::Tensor out) const {
-  const auto& source = tensors(file);
-  source.load_slice(name, begin, count, out);
-  if (begin == 0 && count == source.info(name).numel()) compare(file, name, out);
+  const auto& all = tensors(file);
+  all.load_slice(name, begin, count, out);
+  if (begin == 0 && count == all.info(name).numel()) compare(file, name, out);
 }
 
 at::ScalarType Checkpoint::Impl::dtype(const std::string& file, const std::string& name) const {

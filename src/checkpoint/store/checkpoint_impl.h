@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/hosts/remote_files.h"
+#include "checkpoint/hosts/file_source.h"
 #include "checkpoint/io/file_descriptor.h"
 #include "checkpoint/store/manifest.h"
 #include "checkpoint/store/slice_assembly.h"
@@ -76,7 +76,7 @@ struct Checkpoint::Impl : store::SliceReader {
   /// By slice set and parameter.
   std::map<std::string, std::map<std::string, std::vector<store::SavedSlice>>> slices;
   mutable std::map<std::string, std::unique_ptr<SafetensorsFile>> opened;
-  std::unique_ptr<store::RemoteFiles> remote;  ///< null: all files are here, or none can be fetched
+  std::unique_ptr<store::FileSource> source;
 };
 
 }  // namespace tessera

@@ -9,7 +9,7 @@ namespace tessera {
 
 Checkpoint::Checkpoint(const std::string& path) : impl_(std::make_unique<Impl>(path)) {}
 Checkpoint::Checkpoint(const std::string& path, ProcessGroup group)
-    : impl_(std::make_unique<Impl>(path, group)), group_(std::move(group)) {}
+    : impl_(std::make_unique<Impl>(path, std::move(group))) {}
 Checkpoint::~Checkpoint() = default;
 Checkpoint::Checkpoint(Checkpoint&&) noexcept = default;
 Checkpoint& Checkpoint::operator=(Checkpoint&&) noexcept = default;
@@ -28,8 +28,7 @@ std::vector<std::string> Checkpoint::files() const {
 }
 
 void Checkpoint::read_together(const std::function<void()>& body) const {
-  if (impl_->remote) impl_->remote->together(body);
-  else agree(group_, body);
+  impl_->source->together(body);
 }
 
 void Checkpoint::verify() const { impl_->verify_share(0, 1); }

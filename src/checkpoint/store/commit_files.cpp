@@ -1,7 +1,6 @@
 #include "checkpoint/store/commit_files.h"
 
 #include <cerrno>
-#include <filesystem>
 #include <map>
 
 #include <fmt/format.h>
@@ -97,12 +96,12 @@ std::string agreed_manifest(const CheckpointStore::Impl& run, const std::string&
   std::string text;
   agree(group, [&] {
     if (group.rank() != 0) return;
-    Manifest manifest{step, group.size(), gathered(folder, records, run.places.hosts)};
-    if (!run.places.shared()) manifest.save_id = std::filesystem::path(folder).extension().string();
+    Manifest manifest{step, group.size(), gathered(folder, records, run.places.hosts),
+                      run.places.save_id(folder)};
     mark_if_unsound(folder, run.places.hosts[0], manifest.files);
     text = manifest_to_text(manifest);
   });
-  return run.places.shared() ? text : group.broadcast_bytes(text, 0);
+  return run.places.on_leaders(group, text);
 }
 
 /// Writes what the rename of this place's folder makes final.

@@ -8,7 +8,7 @@
 
 #include <fmt/format.h>
 
-#include "checkpoint/hosts/folder_places.h"
+#include "checkpoint/hosts/remote_files.h"
 #include "checkpoint/store/checkpoint_impl.h"
 #include "checkpoint/store/run_folder.h"
 #include "tessera/error.h"
@@ -87,7 +87,8 @@ void agree_undamaged(ProcessGroup group, const std::function<void()>& body) {
 }  // namespace store
 
 Checkpoint::Impl::Impl(const std::string& folder, ProcessGroup group)
-    : path(std::filesystem::path(folder).lexically_normal().string()) {
+    : path(std::filesystem::path(folder).lexically_normal().string()),
+      source(std::make_unique<store::FileSource>(group)) {
   while (path.size() > 1 && path.back() == '/') path.pop_back();
   const std::string version = store::common_version(group, path);
   if (!version.empty()) path = version;
@@ -140,7 +141,7 @@ void Checkpoint::Impl::find_holders(ProcessGroup group) {
         "that wrote it, or a copy of its files{}",
         path, file.name, writer_text(file), older_ones()));
   }
-  remote = std::make_unique<store::RemoteFiles>(
+  source = std::make_unique<store::RemoteFiles>(
       std::move(group), std::move(holders),
       [this](size_t file, void* to, size_t count, uint64_t offset) -> int64_t {
         const auto opened_file = open_to_read(path + "/" + manifest.files[file].name);
