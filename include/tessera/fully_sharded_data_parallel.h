@@ -83,7 +83,7 @@ struct FullyShardedDataParallelOptions {
   BufferSync buffers = BufferSync::broadcast;
   /// Names of modules and of parameters that are neither sharded nor reduced nor broadcast, and not
   /// in parameters(): the caller trains them or freezes them. State dicts contain them.
-  std::vector<std::string> ignored_modules = {}, ignored_parameters = {};
+  std::vector<std::string> ignored_states = {};
   /// How gradients and gathered parameters travel between hosts. The shards stay exact.
   WireOptions wire = {};
 };

@@ -286,7 +286,7 @@ TEST_F(FsdpState, IgnoredParametersArePartOfEveryState) {
       auto net = seeded<Uneven>(1);
       net->last->weight.requires_grad_(false).fill_(value);
       auto options = every_leaf();
-      options.ignored_parameters = {"last.weight"};
+      options.ignored_states = {"last.weight"};
       FullyShardedDataParallel fsdp(net, group, options);
       use(fsdp);
       EXPECT_TRUE(net->last->weight.eq(net->last->weight.view(-1)[0]).all().item<bool>());
@@ -341,7 +341,7 @@ TEST_F(FsdpState, ATiedWeightIsReadUnderAnyOfItsNames) {
           auto net = std::make_shared<TiedImpl>();
           net->a->weight.requires_grad_(ignored.empty());
           FullyShardedDataParallelOptions options;
-          options.ignored_parameters = ignored;
+          options.ignored_states = ignored;
           FullyShardedDataParallel fsdp(net, group, options);
           if (file) fsdp.load_state_dict(path(std::to_string(i)));
           else fsdp.load_state_dict(weights(files[i], 8));

@@ -51,14 +51,13 @@ TEST(FsdpUnits, PoliciesTiedAndIgnoredParameters) {
     EXPECT_THAT(names(options), ElementsAre(": a.0.weight", "a.0: a.0.bias",
                                             "a.1: a.1.weight a.1.bias", "b: b.weight b.bias"));
     options.wrap_policy = wrap_by_name({"a", "a.1"});
-    options.ignored_parameters = {"b.bias"};
+    options.ignored_states = {"b.bias"};
     EXPECT_THAT(names(options),
                 ElementsAre(": a.0.weight b.weight", "a: a.0.bias", "a.1: a.1.weight a.1.bias"));
-    options.ignored_parameters = {};
-    options.ignored_modules = {"b"};
+    options.ignored_states = {"b"};
     EXPECT_THAT(names(options),
                 ElementsAre(":", "a: a.0.weight a.0.bias", "a.1: a.1.weight a.1.bias"));
-    options.ignored_modules = {};
+    options.ignored_states = {};
     options.wrap_policy = wrap_by_size(10);
     EXPECT_THAT(names(options), ElementsAre(": a.0.weight", "a.0: a.0.bias",
                                             "a.1: a.1.weight a.1.bias", "b: b.weight b.bias"));
@@ -70,8 +69,8 @@ TEST(FsdpUnits, PoliciesTiedAndIgnoredParameters) {
     };
     EXPECT_THAT(names(options),
                 ElementsAre(": a.0.weight a.0.bias a.1.weight a.1.bias", "b: b.weight b.bias"));
-    options.ignored_modules = {"c"};
-    EXPECT_THAT(thrown_by([&] { names(options); }), HasSubstr("ignored_modules contains c"));
+    options.ignored_states = {"c"};
+    EXPECT_THAT(thrown_by([&] { names(options); }), HasSubstr("ignored_states contains c"));
   });
   const auto policies = default_wrap_policies();
   EXPECT_THAT(thrown_by([&] { policies.make("size_base"); }),
@@ -185,7 +184,7 @@ TEST(FsdpErrors, InvalidOptionsAndModelsAreRefused) {
                 HasSubstr("shard_group_size is 2"));
     EXPECT_THAT(with([](Options& o) { o.mixed_precision.param_dtype = at::kInt; }),
                 HasSubstr("mixed_precision.param_dtype is Int"));
-    EXPECT_THAT(with([](Options& o) { o.ignored_parameters = {"head.weigth"}; }),
+    EXPECT_THAT(with([](Options& o) { o.ignored_states = {"head.weigth"}; }),
                 HasSubstr("did you mean \"head.weight\""));
     EXPECT_THAT(thrown_by([&] {
                   FullyShardedDataParallel(seeded<Chain>(1, rank == 1 ? 4 : 5), group,

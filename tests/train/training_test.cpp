@@ -143,9 +143,8 @@ TEST_F(TrainingTest, ABatchThatRanksDoNotDivideIsJoinedOrDropped) {
 
 TEST_F(TrainingTest, CompressedGradientsTrain) {
   const auto plain = train_ranks(2, {"parallel.type=DistributedDataParallel", "train.steps=30"});
-  for (const char* hook :
-       {"comm_hook: fp16", "comm_hook: bf16",
-        "comm_hook: power_sgd, power_sgd_rank: 4, power_sgd_start_iteration: 3"}) {
+  for (const char* hook : {"comm_hook: fp16", "comm_hook: bf16",
+                           "comm_hook: {type: power_sgd, rank: 4, start_iteration: 3}"}) {
     const auto compressed = train_ranks(
         2,
         {std::string("parallel={type: DistributedDataParallel, ") + hook + "}", "train.steps=30"});

@@ -192,8 +192,7 @@ void warn_of_ignored(const torch::nn::Module& module, const UnitPlan& plan, int 
       names.push_back(name);
   if (rank == 0 && !names.empty())
     spdlog::warn(
-        "tessera: {}: ignored_modules or ignored_parameters contain {} without "
-        "requires_grad_(false): "
+        "tessera: {}: ignored_states contains {} without requires_grad_(false): "
         "parameters() leaves them out and backward does not average their gradients; expected "
         "frozen parameters, or a program that averages and updates these itself",
         kName, fmt::join(names, ", "));
@@ -310,8 +309,7 @@ ShardedModel build_sharded_model(torch::nn::Module& module, ProcessGroup group,
                                  const FullyShardedDataParallelOptions& options) {
   at::NoGradGuard no_grad;
   check_options(options, group.rank());
-  auto plan =
-      plan_units(module, options.wrap_policy, options.ignored_modules, options.ignored_parameters);
+  auto plan = plan_units(module, options.wrap_policy, options.ignored_states);
   sharding::check_parameters(kName, plan.parameters, 0, group.rank());
   warn_of_ignored(module, plan, group.rank());
   ShardedModel model;

@@ -22,11 +22,8 @@ struct Node {
 
 class Planner {
  public:
-  Planner(const WrapPolicy& policy, std::set<std::string> ignored_modules,
-          std::set<std::string> ignored_parameters)
-      : policy_(policy),
-        ignored_modules_(std::move(ignored_modules)),
-        ignored_parameters_(std::move(ignored_parameters)) {}
+  Planner(const WrapPolicy& policy, std::set<std::string> ignored)
+      : policy_(policy), ignored_(std::move(ignored)) {}
 
   UnitPlan plan(torch::nn::Module& root) {
     find(root, "");
@@ -52,7 +49,7 @@ class Planner {
     return path.empty() ? name : path + "." + name;
   }
 
-  bool ignored(const std::string& path) const { return ignored_modules_.count(path) > 0; }
+  bool ignored(const std::string& path) const { return ignored_.count(path) > 0; }
 
   /// Finds the modules that the policy chooses, children before parents. Returns the parameters
   /// that are in no unit yet.
@@ -61,7 +58,7 @@ class Planner {
     if (!visited_.insert(&module).second || (!path.empty() && ignored(path))) return open;
     for (const auto& parameter : module.named_parameters(false)) {
       const auto name = join(path, parameter.key());
-      if (!parameter.value().defined() || ignored_parameters_.count(name)) continue;
+      if (!parameter.value().defined() || ignored(name)) continue;
       const auto* key = parameter.value().unsafeGetTensorImpl();
       numel_[key] = parameter.value().numel();
       open.insert(key);
@@ -92,7 +89,7 @@ class Planner {
     }
     for (const auto& parameter : module.named_parameters(false)) {
       const auto name = join(path, parameter.key());
-      if (!parameter.value().defined() || ignored_parameters_.count(name)) continue;
+      if (!parameter.value().defined() || ignored(name)) continue;
       const auto [found, fresh] =
           index_.emplace(parameter.value().unsafeGetTensorImpl(), parameters_.size());
       if (fresh) {
@@ -114,7 +111,7 @@ class Planner {
   }
 
   const WrapPolicy& policy_;
-  std::set<std::string> ignored_modules_, ignored_parameters_;
+  std::set<std::string> ignored_;
   std::set<const torch::nn::Module*> visited_, chosen_;
   std::map<const void*, int64_t> numel_;
   std::vector<Node> nodes_;
@@ -124,29 +121,20 @@ class Planner {
   std::vector<size_t> owner_;
 };
 
-void require_known(const char* option, const std::vector<std::string>& given,
-                   const std::vector<std::string>& known) {
-  for (const auto& name : given) {
-    if (std::find(known.begin(), known.end(), name) != known.end()) continue;
-    throw UsageError(fmt::format(
-        "FullyShardedDataParallel: option {} contains {}, which the module does not have{}", option,
-        name, did_you_mean(name, known)));
-  }
-}
-
 }  // namespace
 
 UnitPlan plan_units(torch::nn::Module& root, const WrapPolicy& policy,
-                    const std::vector<std::string>& ignored_modules,
-                    const std::vector<std::string>& ignored_parameters) {
-  std::vector<std::string> modules, parameters;
-  for (const auto& item : root.named_modules("", false)) modules.push_back(item.key());
-  for (const auto& item : root.named_parameters()) parameters.push_back(item.key());
-  require_known("ignored_modules", ignored_modules, modules);
-  require_known("ignored_parameters", ignored_parameters, parameters);
-  Planner planner(policy, {ignored_modules.begin(), ignored_modules.end()},
-                  {ignored_parameters.begin(), ignored_parameters.end()});
-  return planner.plan(root);
+                    const std::vector<std::string>& ignored) {
+  std::vector<std::string> known;
+  for (const auto& item : root.named_modules("", false)) known.push_back(item.key());
+  for (const auto& item : root.named_parameters()) known.push_back(item.key());
+  for (const auto& name : ignored)
+    if (std::find(known.begin(), known.end(), name) == known.end())
+      throw UsageError(
+          fmt::format("FullyShardedDataParallel: option ignored_states contains {}, which the "
+                      "module does not have{}",
+                      name, did_you_mean(name, known)));
+  return Planner(policy, {ignored.begin(), ignored.end()}).plan(root);
 }
 
 }  // namespace tessera::fsdp

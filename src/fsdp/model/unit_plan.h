@@ -26,7 +26,6 @@ struct UnitPlan {
 /// nearest unit that contains all of them. UsageError for an ignored name that does not exist, with
 /// the most similar name. Local.
 UnitPlan plan_units(torch::nn::Module& root, const WrapPolicy& policy,
-                    const std::vector<std::string>& ignored_modules,
-                    const std::vector<std::string>& ignored_parameters);
+                    const std::vector<std::string>& ignored);
 
 }  // namespace tessera::fsdp

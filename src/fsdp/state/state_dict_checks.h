@@ -11,7 +11,7 @@
 namespace tessera::fsdp {
 
 /// The entries of the module's state beside the sharded parameters, by name: parameters that
-/// ignored_modules or ignored_parameters name, then the defined buffers.
+/// ignored_states names, then the defined buffers.
 std::vector<std::pair<std::string, at::Tensor>> unsharded(const ShardedModule& sharded);
 
 /// The same as values to save, whatever the mode of the last forward: in the dtypes at

@@ -8,6 +8,7 @@
 #include "tessera/error.h"
 #include "tessera/train/registries.h"
 #include "train/config/config_sections.h"
+#include "train/config/spellings.h"
 
 namespace tessera {
 namespace {
@@ -83,6 +84,7 @@ Config load_config(const std::string& file, const std::vector<std::string>& over
   root.where = file;
   for (const auto& assignment : overrides) apply_override(root, assignment);
   expand_environment(root);
+  if (ConfigNode* parallel = root.find("parallel")) train::use_own_spellings(*parallel);
   Config config;
   config.file = file;
   note_places(root, "", config.where);

@@ -169,7 +169,6 @@ void read_local_sgd(OptionReader& keys, std::optional<LocalSgdConfig>& local_sgd
   inner.read_enum("overlap", options.overlap, overlap_names(),
                   "background: differences travel during the next steps and are applied at the "
                   "next synchronisation; otherwise a synchronisation blocks");
-  inner.refuse("in_background", "no option; expected overlap: background for true");
   inner.finish();
   if (every == 0) return;
   options.sync_every = every;

@@ -78,30 +78,6 @@ class DdpWrapper : public WholeWrapper {
   DistributedDataParallel<LossModule> ddp_;
 };
 
-/// Reads `comm_hook`: a map, or a name. With a name, its options may be keys of the wrapper that
-/// begin with the name ("power_sgd_rank").
-CommHookPlan read_comm_hook(OptionReader& options) {
-  std::string name = "none";
-  const ConfigNode* given =
-      options.given("comm_hook") ? options.node()->find("comm_hook") : nullptr;
-  if (options.describing() || (given != nullptr && given->kind == ConfigNode::Kind::Map)) {
-    return read_component(registry::comm_hooks(), options, "comm_hook", name,
-                          "a communication hook");
-  }
-  options.read_choice("comm_hook", name, registry::comm_hooks().names(),
-                      "how gradients are communicated: a name, or a map of type and its options");
-  ConfigNode beside;
-  beside.kind = ConfigNode::Kind::Map;
-  const std::string prefix = name + "_";
-  for (const auto& key : options.unread())
-    if (key.rfind(prefix, 0) == 0)
-      beside.members.push_back({key.substr(prefix.size()), *options.take(key, "", "")});
-    else if (key.rfind("power_sgd_", 0) == 0)
-      options.refuse(key, "an option of comm_hook power_sgd, and parallel.comm_hook is " + name);
-  OptionReader inner(&beside, {"parallel", "comm_hook"}, options.where());
-  return registry::comm_hooks().read(name, inner);
-}
-
 }  // namespace
 
 WrapperPlan read_ddp(OptionReader& options) {
@@ -121,13 +97,12 @@ WrapperPlan read_ddp(OptionReader& options) {
   options.read("share_parameters", ddp.share_parameters,
                "the ranks of a host have one copy of the frozen parameters, in memory that they "
                "share");
-  options.refuse("broadcast_buffers", "no option; expected buffers: none for false");
   read_buffers(options, ddp.buffers);
   read_wire(options, ddp.wire, false);
-  options.refuse("gradient_as_bucket_view", "no option; gradients always are views of the buckets");
   std::optional<Overlap> overlap;
   read_overlap(options, overlap);
-  const CommHookPlan hook = read_comm_hook(options);
+  const auto hook = read_component(registry::comm_hooks(), options, "comm_hook", "none",
+                                   "how gradients are communicated");
   options.finish();
   WrapperPlan plan;
   plan.make = [ddp, overlap, hook](WrapperContext context) {

@@ -1,6 +1,3 @@
-#include <algorithm>
-#include <cctype>
-
 #include "tessera/distributed_optimizer.h"
 #include "train/wrappers/whole_wrapper.h"
 #include "train/wrappers/wrapper_functions.h"
@@ -41,7 +38,8 @@ class DistributedWrapper : public WholeWrapper {
 WrapperPlan read_distributed(OptionReader& options) {
   DistributedOptimizerOptions distributed;
   options.require("reduce_method", "sum or mean");
-  options.read("reduce_method", distributed.reduce_method, "sum or mean, in any case");
+  options.read_choice("reduce_method", distributed.reduce_method, {"sum", "mean"},
+                      "what all ranks get of their gradients");
   options.read(
       "bcast_period", distributed.bcast_period,
       "updates from one broadcast of rank 0's parameters to the next; 0: at construction alone, "
@@ -54,15 +52,6 @@ WrapperPlan read_distributed(OptionReader& options) {
   distributed.overlap = overlap.value_or(distributed.overlap);
   read_buffers(options, distributed.buffers);
   read_wire(options, distributed.wire, false);
-  for (const char* name : {"bucket_cap_mb", "find_unused_parameters"}) {
-    options.refuse(
-        name, "no option of DistributedOptimizer, which packs by param_pack and param_pack_thd");
-  }
-  std::string method = distributed.reduce_method;
-  std::transform(method.begin(), method.end(), method.begin(),
-                 [](unsigned char c) { return std::tolower(c); });
-  if (options.has("reduce_method") && method != "sum" && method != "mean")
-    options.fail("reduce_method", "\"" + distributed.reduce_method + "\"; expected sum or mean");
   options.finish();
   WrapperPlan plan;
   plan.make = [distributed](WrapperContext context) {

@@ -36,7 +36,7 @@ class FsdpWrapper : public ModelWrapper {
           trained_.push_back(found->second);
         } else if (parameter.requires_grad()) {
           throw UsageError(
-              "FullyShardedDataParallel: ignored_modules or ignored_parameters contain " + name +
+              "FullyShardedDataParallel: ignored_states contains " + name +
               ", which would not be trained; expected model.freeze to contain it too, or neither");
         }
       }
@@ -158,46 +158,17 @@ const Dtypes& dtypes() {
   return known;
 }
 
-/// A bool, or PyTorch's CPUOffload as a map: {offload_params: true}. mmengine accepts both.
-void read_cpu_offload(OptionReader& outer, bool& offload) {
-  const ConfigNode* given =
-      outer.given("cpu_offload") ? outer.node()->find("cpu_offload") : nullptr;
-  if (given != nullptr && given->kind != ConfigNode::Kind::Scalar &&
-      given->kind != ConfigNode::Kind::Map) {
-    outer.fail("cpu_offload",
-               given->describe() + "; expected true, false, or a map with offload_params");
-  }
-  if (given != nullptr && given->kind == ConfigNode::Kind::Map) {
-    OptionReader inner = outer.map("cpu_offload");
-    inner.read("offload_params", offload, "keep the shards of a model on a GPU in CPU memory");
-    inner.finish();
-  } else {
-    outer.read("cpu_offload", offload,
-               "keep the shards of a model on a GPU in CPU memory; also {offload_params: true}");
-  }
-}
-
-/// The sharding strategies with their names, PyTorch's too.
-const std::vector<std::pair<std::string, ShardingStrategy>>& strategies() {
-  static const std::vector<std::pair<std::string, ShardingStrategy>> names{
-      {"full_shard", ShardingStrategy::full_shard},
-      {"shard_grad_op", ShardingStrategy::shard_grad_op},
-      {"no_shard", ShardingStrategy::no_shard},
-      {"hybrid_shard", ShardingStrategy::hybrid_shard},
-      {"FULL_SHARD", ShardingStrategy::full_shard},
-      {"SHARD_GRAD_OP", ShardingStrategy::shard_grad_op},
-      {"NO_SHARD", ShardingStrategy::no_shard},
-      {"HYBRID_SHARD", ShardingStrategy::hybrid_shard}};
-  return names;
-}
-
 }  // namespace
 
 WrapperPlan read_fsdp(OptionReader& options) {
   FullyShardedDataParallelOptions fsdp;
   fsdp.wrap_policy = read_component(registry::wrap_policies(), options, "wrap_policy", "size_based",
                                     "which modules become units");
-  options.read_enum("sharding_strategy", fsdp.sharding_strategy, strategies(),
+  options.read_enum("sharding_strategy", fsdp.sharding_strategy,
+                    {{"full_shard", ShardingStrategy::full_shard},
+                     {"shard_grad_op", ShardingStrategy::shard_grad_op},
+                     {"no_shard", ShardingStrategy::no_shard},
+                     {"hybrid_shard", ShardingStrategy::hybrid_shard}},
                     "which tensors are sharded");
   options.read_enum("partition", fsdp.partition, partition_names(),
                     "how the elements of a unit are assigned to ranks: equal parts, or whole "
@@ -208,22 +179,17 @@ WrapperPlan read_fsdp(OptionReader& options) {
                "bytes of parameters that may stay gathered; 0: those of the two largest units, or "
                "of three on several hosts",
                kNotNegative);
-  options.refuse("reshard_after_forward",
-                 "no option; expected sharding_strategy: shard_grad_op for false");
   read_buffers(options, fsdp.buffers);
   read_wire(options, fsdp.wire, true);
   options.read_enum("backward_prefetch", fsdp.backward_prefetch,
                     {{"pre", BackwardPrefetch::pre},
                      {"post", BackwardPrefetch::post},
-                     {"none", BackwardPrefetch::none},
-                     {"BACKWARD_PRE", BackwardPrefetch::pre},
-                     {"BACKWARD_POST", BackwardPrefetch::post}},
+                     {"none", BackwardPrefetch::none}},
                     "when backward gathers the next unit");
   std::optional<Overlap> overlap;
   read_overlap(options, overlap);
-  options.refuse("forward_prefetch",
-                 "no option; expected overlap: none for false, or backward or background for true");
-  read_cpu_offload(options, fsdp.cpu_offload);
+  options.read("cpu_offload", fsdp.cpu_offload,
+               "keep the shards of a model on a GPU in CPU memory");
   auto mixed = options.map("mixed_precision");
   mixed.read_optional_enum("param_dtype", fsdp.mixed_precision.param_dtype, dtypes(),
                            "dtype of gathered parameters and of computation");
@@ -236,10 +202,8 @@ WrapperPlan read_fsdp(OptionReader& options) {
   mixed.read("full_precision_in_eval", fsdp.mixed_precision.full_precision_in_eval,
              "evaluate in the parameters' own dtype");
   mixed.finish();
-  options.read("ignored_modules", fsdp.ignored_modules,
-               "names of modules whose parameters are not sharded");
-  options.read("ignored_parameters", fsdp.ignored_parameters,
-               "names of parameters that are not sharded");
+  options.read("ignored_states", fsdp.ignored_states,
+               "names of parameters that are not sharded, and of modules whose parameters are not");
   options.finish();
   WrapperPlan plan;
   plan.make = [fsdp, overlap](WrapperContext context) {

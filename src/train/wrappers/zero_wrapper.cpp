@@ -215,10 +215,6 @@ WrapperPlan read_zero(OptionReader& options) {
                "parameters are views of one buffer and are gathered in place");
   options.read("bucket_cap_mb", zero.bucket_cap_mb,
                "MiB of a bucket that is reduced within backward", kPositive);
-  options.refuse("find_unused_parameters",
-                 "no option of ZeroRedundancyOptimizer, where any parameter may be unused");
-  for (const char* key : {"overlap_with_backward", "reduce_in_backward", "gather_in_background"})
-    options.refuse(key, "no option; expected overlap: none, backward or background");
   read_buffers(options, zero.buffers);
   read_wire(options, zero.wire, true);
   options.finish();

@@ -259,7 +259,7 @@ FullyShardedDataParallelOptions fsdp_options(Net& net, const Item& wrapper) {
   if (wrapper.has("mixed")) options.mixed_precision.param_dtype = at::kBFloat16;
   if (wrapper.text("mixed") == "sums_in_float") options.mixed_precision.reduce_dtype = at::kFloat;
   options.wire = wire_of(wrapper);
-  options.ignored_parameters = ignored_names(net, wrapper);
+  options.ignored_states = ignored_names(net, wrapper);
   return options;
 }
 
