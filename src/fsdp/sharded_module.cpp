@@ -76,8 +76,8 @@ void ShardedModule::watch() {
   callbacks.arrived = [this, trainable](size_t i, const at::Tensor& computed) {
     gradients->arrived(trainable[i], computed);
   };
-  callbacks.ended = [this] { end_backward(true); };
-  callbacks.abandoned = [this] {
+  callbacks.ended = [this](bool complete) {
+    if (complete) return end_backward(true);
     residency->leave_backward();
     gradients->abandon();
   };

@@ -119,7 +119,7 @@ class BackwardWatch::State : public std::enable_shared_from_this<State> {
         const auto owner = state.lock();
         if (over || !owner) return;
         owner->running_ = false;
-        if (owner->callbacks_.abandoned) owner->callbacks_.abandoned();
+        owner->callbacks_.ended(false);
       }
     };
     auto token = std::make_shared<Token>();
@@ -146,7 +146,7 @@ class BackwardWatch::State : public std::enable_shared_from_this<State> {
       return;
     }
     running_ = false;
-    callbacks_.ended();
+    callbacks_.ended(true);
   }
 
   Callbacks callbacks_;

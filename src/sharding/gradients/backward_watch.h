@@ -14,8 +14,8 @@ namespace tessera::sharding {
 ///
 /// [Note: one backward] A backward begins with the first gradient that arrives (or with begin())
 /// and ends with the engine's final callback. The callback owns a token. A backward that throws
-/// destroys the callback before it has run; the token then reports `abandoned`. A backward inside a
-/// backward (activation checkpointing) is part of the outer one: see ReentrantScope.
+/// destroys the callback before it has run; the token then reports `ended(false)`. A backward
+/// inside a backward (activation checkpointing) is part of the outer one: see ReentrantScope.
 class BackwardWatch {
  public:
   struct Callbacks {
@@ -23,8 +23,7 @@ class BackwardWatch {
     /// `.grad` of the parameter is complete for this graph. `computed` is the tensor that autograd
     /// stored there or added to it.
     std::function<void(size_t parameter, const at::Tensor& computed)> arrived;
-    std::function<void()> ended;
-    std::function<void()> abandoned;
+    std::function<void(bool complete)> ended;  ///< Not complete: the backward has thrown.
     /// `began` runs before autograd changes any `.grad` of the list. This costs a hook more for
     /// each parameter. Otherwise the first gradient may be complete.
     bool begin_before_first = false;

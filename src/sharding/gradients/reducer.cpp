@@ -21,10 +21,11 @@ Reducer::Reducer(ProcessGroup group, std::vector<NamedTensor> parameters,
   std::vector<at::Tensor> tensors;
   for (const auto& parameter : buckets_.parameters()) tensors.push_back(parameter.tensor);
   watch_ = std::make_unique<BackwardWatch>(
-      tensors, BackwardWatch::Callbacks{
-                   [this] { begin(); },
-                   [this](size_t i, const at::Tensor& computed) { arrive(i, computed); },
-                   [this] { end(); }, [this] { abandon(); }, options_.begin_before_first});
+      tensors,
+      BackwardWatch::Callbacks{
+          [this] { begin(); },
+          [this](size_t i, const at::Tensor& computed) { arrive(i, computed); },
+          [this](bool complete) { complete ? end() : abandon(); }, options_.begin_before_first});
 }
 
 /// Empty where a norm of this rank's gradients is that of all gradients.
