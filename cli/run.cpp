@@ -16,54 +16,58 @@ namespace {
 
 constexpr int kUnbounded = std::numeric_limits<int>::max();
 
-/// The values of the flags as given, not yet parsed.
-struct Flags {
-  std::string nproc = "1", nnodes = "1", node_rank, master_addr, master_port, max_restarts = "0",
-              rejoin_timeout, log_dir, tee, redirects;
-  std::string grace = "30", restart_delay = "1", restarts_per_hour = "20", stopped_timeout = "600";
-  bool standalone = false;
-};
-
-void declare(CLI::App& app, Flags& f) {
+/// Declares the flags, which set `o`.
+void declare(CLI::App& app, launch::LaunchOptions& o) {
   app.footer(
       "Everything after PROGRAM is passed to it unchanged. Flags may be written with '_' instead "
-      "of "
-      "'-'.");
-  app.add_option(
-      "-n,--nproc-per-node", f.nproc,
-      "Ranks to start on this host: a number, or auto or cpu for the usable processors [1]");
-  app.add_option(
-      "--nnodes", f.nnodes,
-      "Hosts in the world, each with a launcher of its own; MIN:MAX lets the world go on "
-      "with fewer [1]");
-  app.add_option("--node-rank", f.node_rank,
-                 "This host's number, from 0; required with several hosts");
-  app.add_option("--master-addr", f.master_addr, "Address of host 0; required with several hosts");
-  app.add_option("--master-port", f.master_port,
-                 "Port on host 0; required with several hosts, else a free port");
-  app.add_flag("--standalone", f.standalone,
-               "This host alone (the default; contradicts --nnodes above 1)");
-  app.add_option("--max-restarts", f.max_restarts,
-                 "How many times to start all ranks again after a failure on any host [0]");
-  app.add_option("--rejoin-timeout", f.rejoin_timeout,
-                 "Seconds for which another host may be silent before the others go on without it; "
-                 "several hosts only [60]");
-  app.add_option("--restart-delay", f.restart_delay,
-                 "Seconds before the first restart; the delay doubles, up to 60 [1]");
-  app.add_option("--restarts-per-hour", f.restarts_per_hour,
-                 "Restarts in an hour after which a failure is final [20]");
-  app.add_option(
-      "--stopped-timeout", f.stopped_timeout,
-      "Seconds for which a rank may be stopped (SIGSTOP) while another one is not [600]");
-  app.add_option("--log-dir", f.log_dir, "Write DIR/attempt_K/RANK/{stdout,stderr}.log");
-  app.add_option("-t,--tee", f.tee,
-                 "Streams that go to log file and console: 0 none, 1 stdout, 2 stderr, 3 both, or "
-                 "by local rank 0:3,1:2"
-                 " [3 with --log-dir]");
-  app.add_option("-r,--redirects", f.redirects,
-                 "Streams that go to the log file only, in the same form [0]");
-  app.add_option("--grace", f.grace,
-                 "Seconds that ranks may take to end after Ctrl-C or SIGTERM [30]");
+      "of '-'.");
+  // `set` gets the flag's name and its text.
+  const auto flag = [&app](const std::string& name, const char* help, const auto& set,
+                           const char* letter = "") {
+    app.add_option_function<std::string>(
+        letter + name, [name, set](const std::string& text) { set(name, text); }, help);
+  };
+  flag(
+      "--nproc-per-node",
+      "Ranks to start on this host: a number, or auto or cpu for the usable processors [1]",
+      [&](auto&... given) { o.nproc_per_node = launch::parse_nproc(given...); }, "-n,");
+  flag("--nnodes",
+       "Hosts in the world, each with a launcher of its own; MIN:MAX lets the world go on "
+       "with fewer [1]",
+       [&](auto&... given) { launch::parse_nnodes(given..., o); });
+  flag("--node-rank", "This host's number, from 0; required with several hosts",
+       [&](auto&... given) { o.node_rank = launch::parse_integer(given..., 0, kUnbounded); });
+  app.add_option("--master-addr", o.master_addr, "Address of host 0; required with several hosts");
+  flag("--master-port", "Port on host 0; required with several hosts, else a free port",
+       [&](auto&... given) { o.master_port = launch::parse_integer(given..., 1, 65535); });
+  app.add_flag("--standalone")
+      ->description("This host alone (the default; contradicts --nnodes above 1)");
+  flag("--max-restarts", "How many times to start all ranks again after a failure on any host [0]",
+       [&](auto&... given) { o.max_restarts = launch::parse_integer(given..., 0, kUnbounded); });
+  flag("--rejoin-timeout",
+       "Seconds for which another host may be silent before the others go on without it; "
+       "several hosts only [60]",
+       [&](auto&... given) { o.rejoin_timeout = launch::parse_seconds(given...); });
+  flag("--restart-delay", "Seconds before the first restart; the delay doubles, up to 60 [1]",
+       [&](auto&... given) { o.restart_delay = launch::parse_seconds(given...); });
+  flag("--restarts-per-hour", "Restarts in an hour after which a failure is final [20]",
+       [&](auto&... given) {
+         o.restarts_per_hour = launch::parse_integer(given..., 1, kUnbounded);
+       });
+  flag("--stopped-timeout",
+       "Seconds for which a rank may be stopped (SIGSTOP) while another one is not [600]",
+       [&](auto&... given) { o.stopped_timeout = launch::parse_seconds(given...); });
+  app.add_option("--log-dir", o.log_dir, "Write DIR/attempt_K/RANK/{stdout,stderr}.log");
+  flag(
+      "--tee",
+      "Streams that go to log file and console: 0 none, 1 stdout, 2 stderr, 3 both, or "
+      "by local rank 0:3,1:2 [3 with --log-dir]",
+      [&](auto&... given) { o.tee = launch::parse_streams(given...); }, "-t,");
+  flag(
+      "--redirects", "Streams that go to the log file only, in the same form [0]",
+      [&](auto&... given) { o.redirects = launch::parse_streams(given...); }, "-r,");
+  flag("--grace", "Seconds that ranks may take to end after Ctrl-C or SIGTERM [30]",
+       [&](auto&... given) { o.grace = launch::parse_seconds(given...); });
 }
 
 std::vector<std::string> known_flags(const CLI::App& app) {
@@ -106,45 +110,21 @@ std::vector<std::string> split(const CLI::App& app, std::vector<std::string> arg
           arguments.end()};
 }
 
-launch::LaunchOptions interpret(const Flags& f, std::vector<std::string> program) {
-  launch::LaunchOptions o;
-  o.program = std::move(program);
-  o.nproc_per_node = launch::parse_nproc("--nproc-per-node", f.nproc);
-  launch::parse_nnodes("--nnodes", f.nnodes, o);
-  if (!f.node_rank.empty())
-    o.node_rank = launch::parse_integer("--node-rank", f.node_rank, 0, kUnbounded);
-  o.master_addr = f.master_addr;
-  if (!f.master_port.empty())
-    o.master_port = launch::parse_integer("--master-port", f.master_port, 1, 65535);
-  o.max_restarts = launch::parse_integer("--max-restarts", f.max_restarts, 0, kUnbounded);
-  if (!f.rejoin_timeout.empty())
-    o.rejoin_timeout = launch::parse_seconds("--rejoin-timeout", f.rejoin_timeout);
-  o.restart_delay = launch::parse_seconds("--restart-delay", f.restart_delay);
-  o.restarts_per_hour =
-      launch::parse_integer("--restarts-per-hour", f.restarts_per_hour, 1, kUnbounded);
-  o.stopped_timeout = launch::parse_seconds("--stopped-timeout", f.stopped_timeout);
-  o.log_dir = f.log_dir;
-  if (!f.tee.empty()) o.tee = launch::parse_streams("--tee", f.tee);
-  if (!f.redirects.empty()) o.redirects = launch::parse_streams("--redirects", f.redirects);
-  o.grace = launch::parse_seconds("--grace", f.grace);
-  if (f.standalone && o.nnodes > 1)
-    throw UsageError("--standalone contradicts --nnodes = " + std::to_string(o.nnodes) +
-                     ": expected one of them");
-  return o;
-}
-
 }  // namespace
 
 int run_command(int argc, char** argv) {
   CLI::App app("Start PROGRAM [args…] on several ranks and supervise them.", "tessera run");
-  Flags flags;
-  declare(app, flags);
+  launch::LaunchOptions options;
+  declare(app, options);
   try {
     std::vector<std::string> own;
-    auto program = split(app, {argv + 1, argv + argc}, own);
+    options.program = split(app, {argv + 1, argv + argc}, own);
     std::reverse(own.begin(), own.end());  // CLI11 takes arguments from the back
     app.parse(std::move(own));
-    return launch::run(interpret(flags, std::move(program)));
+    if (app.count("--standalone") > 0 && options.nnodes > 1)
+      throw UsageError("--standalone contradicts --nnodes = " + std::to_string(options.nnodes) +
+                       ": expected one of them");
+    return launch::run(options);
   } catch (const CLI::CallForHelp&) {
     std::fputs(app.help().c_str(), stdout);
     return 0;

@@ -21,19 +21,16 @@
 
 namespace tessera {
 
+/// Options of DistributedDataParallel. Every rank gives the same values. docs/ddp.md has more.
 struct DistributedDataParallelOptions {
   /// MiB of gradients in the bucket that is reduced first, > 0. A small value starts the first
   /// reduction early.
   double first_bucket_mb = 1;
-  /// MiB of gradients in each of the other buckets, > 0. Unless given: 25 on one host, and with
-  /// comm_hook or wire.gradients. On several hosts, construction times some all-reduces and takes
-  /// a power of two from 1 to 16, or 25, whose latency is at most 1/16 of its time. Results do not
-  /// depend on it.
+  /// MiB of gradients in each of the other buckets, > 0. Unless given: 25 on one host, and from the
+  /// time of some all-reduces on several hosts. Results do not depend on it.
   std::optional<double> bucket_cap_mb = {};
   /// In training mode all ranks get the same buffers, by this rule, before each forward pass and
-  /// after each backward pass, unless gradients are disabled or no_sync() is active. So evaluation
-  /// and saving see the same values everywhere. PyTorch's broadcast_buffers = false is
-  /// BufferSync::none.
+  /// after each backward pass, unless gradients are disabled or no_sync() is active.
   BufferSync buffers = BufferSync::broadcast;
   /// On: parameters may get no gradient in a backward pass; costs one small collective. Off: a
   /// missing gradient is an error on every rank.
@@ -42,27 +39,14 @@ struct DistributedDataParallelOptions {
   /// backward pass determines them; another set or number in a later one is an error on every
   /// rank.
   bool static_graph = false;
-  /// When gradients are reduced: see docs/ddp.md. `backward`: each bucket when it is complete, and
-  /// backward() returns when all are reduced. `none`: at the end of backward(). `background`:
-  /// backward() returns before, and step() of FusedSGD, FusedAdam and FusedAdamW too. A parameter
-  /// is then updated when its gradient has arrived, by the options that the optimizer had in
-  /// step(). Until then gradient, parameter and its state have no memory; the first operator that
-  /// takes one of them (or a view or detached alias) waits, so the next forward computes its first
-  /// layers while gradients of other layers travel. torch::save() throws. If a rank is lost, the
-  /// operator that waits throws BrokenWorldError, and a part of the parameters may have been
-  /// updated. With other optimizers, comm_hook or trainable parameters that are not on the CPU less
-  /// overlaps.
+  /// When gradients are reduced. `background`: step() of FusedSGD, FusedAdam and FusedAdamW returns
+  /// before its parameters are updated too.
   Overlap overlap = Overlap::backward;
   /// Names of parameters that are neither broadcast nor reduced. UsageError for a name that the
   /// module does not have.
   std::vector<std::string> parameters_to_ignore = {};
   /// On: the ranks of a host have one copy of the parameters that are frozen at construction, in
-  /// memory that all of them map. Of several hosts each gets rank 0's values. An operator that
-  /// writes to such a parameter is a UsageError that names it, also after this object was
-  /// destroyed: use with_shared_write(). A write through data_ptr() is not noticed. No effect where
-  /// each host has one rank. UsageError for frozen parameters that are not on the CPU, where the
-  /// ranks of a host share no memory, and where another library has taken the dispatch key that
-  /// detects writes.
+  /// memory that all of them map. Writes to them go through with_shared_write().
   bool share_parameters = false;
   /// Replaces the averaging of a bucket. Empty: the mean.
   CommHook comm_hook = {};

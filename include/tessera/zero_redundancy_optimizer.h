@@ -28,31 +28,19 @@ namespace zero {
 struct TrainerAccess;
 }
 
-/// Options of ZeroRedundancyOptimizer. Every rank gives the same values.
+/// Options of ZeroRedundancyOptimizer. Every rank gives the same values. docs/zero.md says what each
+/// one costs, and which of them do not go together; those are a UsageError at construction.
 struct ZeroRedundancyOptimizerOptions {
   /// Which rank owns which part of the parameters. `flat` balances best and needs an element-wise
   /// optimizer; the other partitions work with any optimizer.
   Partition partition = Partition::flat;
   /// True: parameters become windows of one contiguous buffer, which one collective gathers in
-  /// place. False: parameters keep their storage, and each gather goes through a copy. Results are
-  /// bit-identical. A parameter that shares its memory with something else (a buffer, a view that
-  /// the model or the program keeps, memory of the program) keeps its storage in any case, with a
-  /// line in the log; with share_parameters or wire.parameters that is a UsageError. So are two
-  /// parameters that are different tensors over the same elements.
+  /// place. False: parameters keep their storage, and each gather goes through a copy.
   bool parameters_as_bucket_view = true;
-  /// True: the optimizer averages the gradients over the ranks, by a reduce-scatter to the owners.
-  /// No DistributedDataParallel is needed, and a step moves 2 (W-1)/W parameter bytes instead of 3.
-  /// False: `.grad` is averaged before step(), by DistributedDataParallel or by the caller. The
-  /// option is switched off, with a line in the log, if a DistributedDataParallel has the
-  /// parameters at construction.
+  /// True: the optimizer averages the gradients over the ranks. False: `.grad` is averaged before
+  /// step(), by the caller or by a DistributedDataParallel, which switches the option off.
   bool reduce_gradients = true;
-  /// When gradients are reduced and parameters gathered: see docs/zero.md. `backward`: reductions
-  /// begin within backward in a group with messages_between_hosts(), and step() gathers the buckets
-  /// that are updated while it updates the next ones. `background`: step() returns before the
-  /// parameters of other ranks have arrived. The first operator that takes one (or a view or
-  /// detached alias of one) waits for it; until then it has no memory, and torch::save(module)
-  /// throws. What cannot overlap overlaps less, with a line in the log. A reduction that begins
-  /// within backward takes gradient bytes / W; one of gradients that change afterwards is repeated.
+  /// When gradients are reduced and parameters gathered.
   Overlap overlap = Overlap::backward;
   /// Size of a bucket that is reduced within backward, in MiB of parameters, > 0. At most 8 MiB are
   /// used without shard_gradients.
@@ -62,44 +50,14 @@ struct ZeroRedundancyOptimizerOptions {
   /// How the module's buffers become the same on all ranks, in each step(). See track_buffers(). No
   /// effect while a DistributedDataParallel has the parameters, which does it then.
   BufferSync buffers = BufferSync::broadcast;
-  /// Stage 2 of ZeRO. True: backward reduces each bucket when it is complete, adds this rank's part
-  /// of the mean to that of earlier backwards, and gives the memory of the bucket back. Gradients
-  /// then take gradient bytes / W, and during backward two buckets more: the one that is reduced
-  /// and the one that is filled. Parameters are in buckets of bucket_cap_mb; a larger parameter is
-  /// its own bucket. Results are bit-identical for float32 and float64 where one backward is a
-  /// step.
-  ///
-  /// After backward `.grad` of shards() is this rank's part of the mean, which may be changed in
-  /// place. It stays until zero_grad(). `.grad` of the parameters is a placeholder without memory:
-  /// zero_grad() of the module clears the gradient, any other operator on it is a UsageError, for
-  /// example in libtorch's clip_grad_norm_(net->parameters(), …). Under no_sync() gradients
-  /// accumulate in buckets instead, and need no collective until a backward without it. Every rank
-  /// makes the same backward passes; each parameter gets its gradient once in each.
-  ///
-  /// Needs reduce_gradients, an optimizer other than LBFGS, and that no other library has taken the
-  /// dispatch key that detects the use of gradients; otherwise a UsageError.
+  /// Stage 2 of ZeRO: backward reduces each bucket when it is complete, and gives its memory back.
+  /// `.grad` of shards() is then this rank's part of the mean, that of the parameters a placeholder.
   bool shard_gradients = false;
-  /// True: the ranks of a host have one copy of the parameters, frozen ones too, in memory that all
-  /// of them map. Each rank updates its own part of it; the gather within a host is a barrier. With
-  /// several hosts, one rank of a host receives what other hosts own. Results are bit-identical.
-  /// The values are those of rank 0, or without broadcast_parameters those of each host's first
-  /// rank.
-  ///
-  /// A write to a parameter outside of step() would be a write for every rank of the host, so an
-  /// operator that writes is a UsageError that names the parameter, also after the optimizer was
-  /// destroyed: use with_shared_write(). A write through data_ptr() is not noticed. A collective
-  /// cannot take a parameter as its tensor.
-  ///
-  /// No effect where each host has one rank. UsageError where the ranks of a host share no memory
-  /// (Gloo without shared memory, MPI). Needs parameters on the CPU, parameters_as_bucket_view, an
-  /// optimizer other than LBFGS, and that no other library has taken the dispatch key that detects
-  /// writes; otherwise a UsageError.
+  /// The ranks of a host have one copy of the parameters, frozen ones too, in memory that all of
+  /// them map. Writes outside of step() go through with_shared_write().
   bool share_parameters = false;
-  /// How gradients and updated parameters travel between hosts. Of parameters the change travels,
-  /// and each owner keeps what rounding took from it (parameter bytes / W); state_slices() and
-  /// checkpoints contain that as state "wire_residual". wire.gradients needs reduce_gradients, and
-  /// wire.parameters parameters_as_bucket_view; otherwise a UsageError. With LBFGS parameters
-  /// travel exactly.
+  /// How gradients and updated parameters travel between hosts. What rounding took from a parameter
+  /// is state "wire_residual" of its owner. With LBFGS parameters travel exactly.
   WireOptions wire = {};
 };
 
