@@ -28,8 +28,8 @@ namespace zero {
 struct TrainerAccess;
 }
 
-/// Options of ZeroRedundancyOptimizer. Every rank gives the same values. docs/zero.md says what each
-/// one costs, and which of them do not go together; those are a UsageError at construction.
+/// Options of ZeroRedundancyOptimizer. Every rank gives the same values. docs/zero.md says what
+/// each one costs, and which of them do not go together; those are a UsageError at construction.
 struct ZeroRedundancyOptimizerOptions {
   /// Which rank owns which part of the parameters. `flat` balances best and needs an element-wise
   /// optimizer; the other partitions work with any optimizer.
@@ -51,7 +51,8 @@ struct ZeroRedundancyOptimizerOptions {
   /// effect while a DistributedDataParallel has the parameters, which does it then.
   BufferSync buffers = BufferSync::broadcast;
   /// Stage 2 of ZeRO: backward reduces each bucket when it is complete, and gives its memory back.
-  /// `.grad` of shards() is then this rank's part of the mean, that of the parameters a placeholder.
+  /// `.grad` of shards() is then this rank's part of the mean, that of the parameters a
+  /// placeholder.
   bool shard_gradients = false;
   /// The ranks of a host have one copy of the parameters, frozen ones too, in memory that all of
   /// them map. Writes outside of step() go through with_shared_write().

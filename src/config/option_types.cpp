@@ -10,24 +10,7 @@ namespace {
 
 using Kind = ConfigNode::Kind;
 using config::joined;
-
-ConfigNode shown(bool value) { return ConfigNode::scalar(value ? "true" : "false"); }
-ConfigNode shown(int64_t value) { return ConfigNode::scalar(std::to_string(value)); }
-ConfigNode shown(double value) { return ConfigNode::scalar(config::number_text(value)); }
-ConfigNode shown(const std::string& value) { return ConfigNode::scalar(value, true); }
-
-template <class Value>
-ConfigNode shown(const std::vector<Value>& values) {
-  ConfigNode node;
-  node.kind = Kind::Sequence;
-  for (const auto& value : values) node.items.push_back(shown(value));
-  return node;
-}
-
-template <class Value>
-ConfigNode shown(const std::optional<Value>& value) {
-  return value ? shown(*value) : ConfigNode{};
-}
+using config::node_of;
 
 /// Parses each item; no value when one is wrong. A scalar is a list of one item.
 template <class Value, class Parse>
@@ -99,7 +82,7 @@ auto or_null(Parse parse) {
   return [parse](const ConfigNode& node) { return parse_or_null<Value>(node, parse); };
 }
 
-constexpr auto kShow = [](const auto& value) { return shown(value); };
+constexpr auto kShow = [](const auto& value) { return node_of(value); };
 
 }  // namespace
 
@@ -199,7 +182,7 @@ void OptionReader::read_path(const std::string& key, std::string& out, const std
       [](const ConfigNode& node) {
         return node.kind == Kind::Null ? std::optional<std::string>("") : parse_path(node);
       },
-      [](const std::string& value) { return value.empty() ? ConfigNode{} : shown(value); });
+      [](const std::string& value) { return value.empty() ? ConfigNode{} : node_of(value); });
 }
 
 void OptionReader::read_paths(const std::string& key, std::vector<std::string>& out,
@@ -210,25 +193,25 @@ void OptionReader::read_paths(const std::string& key, std::vector<std::string>& 
       [](const ConfigNode& node) -> std::optional<Paths> {
         return node.kind == Kind::Null ? Paths() : parse_list<std::string>(node, parse_path);
       },
-      [](const Paths& value) { return value.empty() ? ConfigNode{} : shown(value); });
+      [](const Paths& value) { return value.empty() ? ConfigNode{} : node_of(value); });
 }
 
 void OptionReader::read_choice(const std::string& key, std::string& out,
                                const std::vector<std::string>& choices, const std::string& doc) {
   const std::string expected = "one of " + joined(choices, ", ");
-  const ConfigNode standard = out.empty() ? ConfigNode{} : shown(out);
-  const ConfigNode* node = look(key);
+  const ConfigNode standard = out.empty() ? ConfigNode{} : node_of(out);
+  const ConfigNode* given = look(key);
+  const ConfigNode* node = given == nullptr && checking_ ? &standard : given;
   if (node != nullptr && !(node->kind == Kind::Null && out.empty())) {
     const bool scalar = node->kind == Kind::Scalar;
-    if (!scalar || std::find(choices.begin(), choices.end(), node->text) == choices.end()) {
-      fail_at(*node, full(key),
-              node->describe() + "; expected " + expected +
-                  (scalar ? did_you_mean(node->text, choices) : ""));
-    }
+    if (!scalar || std::find(choices.begin(), choices.end(), node->text) == choices.end())
+      throw UsageError((node->where.empty() ? where_ : node->where) + ": " + full(key) + ": " +
+                       node->describe() + "; expected " + expected +
+                       (scalar ? did_you_mean(node->text, choices) : ""));
     out = node->text;
   }
   if (!out.empty()) values_[key] = out;
-  note(key, expected, doc, standard, out.empty() ? ConfigNode{} : shown(out));
+  note(key, expected, doc, standard, out.empty() ? ConfigNode{} : node_of(out));
 }
 
 void OptionReader::read_optional_choice(const std::string& key, std::string& out,

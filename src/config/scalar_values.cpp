@@ -13,12 +13,8 @@ bool plain_scalar(const ConfigNode& node) {
 }  // namespace
 
 std::string number_text(double value) {
-  if (value == std::floor(value) && std::abs(value) < 1e15)
+  if (value == std::floor(value) && std::abs(value) < 1e15 && value != 0)
     return std::to_string(static_cast<int64_t>(value));
-  return exact_text(value);
-}
-
-std::string exact_text(double value) {
   char text[32];
   const auto end = std::to_chars(text, text + sizeof text, value);
   return {text, end.ptr};

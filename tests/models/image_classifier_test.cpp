@@ -65,11 +65,11 @@ TEST(ImageClassifier, RefusesOptionsAndInputsOutOfRange) {
   const auto made = [](const ImageClassifierOptions& options) {
     return thrown_by([&] { ImageClassifierImpl model(options); });
   };
-  EXPECT_THAT(made({0, 16, 2, 10}), HasSubstr("in_channels is 0"));
-  EXPECT_THAT(made({1, 0, 2, 10}), HasSubstr("channels is 0"));
-  EXPECT_THAT(made({1, 16, 0, 10}), HasSubstr("blocks is 0"));
-  EXPECT_THAT(made({1, 16, 9, 10}), HasSubstr("blocks is 9, expected 1 to 8"));
-  EXPECT_THAT(made({1, 16, 2, 1}), HasSubstr("classes is 1"));
+  EXPECT_THAT(made({0, 16, 2, 10}), HasSubstr("in_channels: 0;"));
+  EXPECT_THAT(made({1, 0, 2, 10}), HasSubstr("channels: 0;"));
+  EXPECT_THAT(made({1, 16, 0, 10}), HasSubstr("blocks: 0;"));
+  EXPECT_THAT(made({1, 16, 9, 10}), HasSubstr("blocks: 9; expected a whole number >= 1 and <= 8"));
+  EXPECT_THAT(made({1, 16, 2, 1}), HasSubstr("classes: 1;"));
   EXPECT_THAT(made({1, 60000, 8, 10}), HasSubstr("expected at most 65536"));
   EXPECT_THAT(made({1, 16, 2, 10, "BatchNrom"}),
               AllOf(HasSubstr("\"BatchNrom\""), HasSubstr("did you mean \"BatchNorm\"")));

@@ -19,6 +19,8 @@
 
 namespace tessera {
 
+class OptionReader;
+
 struct GPT2Options {
   int64_t vocab_size = 50257;
   int64_t n_positions = 1024;
@@ -50,6 +52,8 @@ struct GPT2Options {
   /// Whether each block is run under tessera::checkpoint in training. [n_layer].
   std::vector<bool> recomputed_blocks() const;
 
+  /// Reads what a config has of the model's arithmetic, without dropouts. See option_reader.h.
+  void read(OptionReader& options);
   /// Throws UsageError naming the option, its value and the expected values. The module's
   /// constructor calls it.
   void validate() const;

@@ -17,6 +17,8 @@
 
 namespace tessera {
 
+class OptionReader;
+
 struct ImageClassifierOptions {
   int64_t in_channels = 1;
   /// Channels of the first block. Each further block doubles the channels and halves the image.
@@ -27,6 +29,7 @@ struct ImageClassifierOptions {
   std::string norm = "BatchNorm";
   uint64_t seed = 0;  ///< Seed of the initial weights only.
 
+  void read(OptionReader& options);  ///< All but the seed; see option_reader.h.
   /// Throws UsageError naming the option, its value and the expected values. The module's
   /// constructor calls it.
   void validate() const;

@@ -42,27 +42,9 @@ void read_gpt2_options(OptionReader& options, GPT2Options& gpt2) {
   std::string config_json;
   options.read_path("config", config_json,
                     "a Hugging Face config.json to start from; keys of this section override it");
-  if (!config_json.empty()) {
-    try {
-      gpt2 = GPT2Options::from_config_json(config_json);
-    } catch (const UsageError& error) {
-      options.fail("config", error.what());
-    }
-  }
-  options.read("vocab_size", gpt2.vocab_size, "number of tokens", kAtLeastOne);
-  options.read("n_positions", gpt2.n_positions, "length of the longest sequence", kAtLeastOne);
-  options.read("n_embd", gpt2.n_embd, "width of the embeddings", kAtLeastOne);
-  options.read("n_layer", gpt2.n_layer, "number of blocks", kAtLeastOne);
-  options.read("n_head", gpt2.n_head, "attention heads; must divide n_embd", kAtLeastOne);
-  options.read("n_inner", gpt2.n_inner, "width of the MLP; 0: 4 · n_embd", kNotNegative);
-  options.read("layer_norm_epsilon", gpt2.layer_norm_epsilon, "epsilon of the layer norms",
-               kPositive);
-  options.read("initializer_range", gpt2.initializer_range, "standard deviation of initial weights",
-               kPositive);
-  options.read("tie_word_embeddings", gpt2.tie_word_embeddings,
-               "the output head shares the token embedding");
-  options.read_choice("activation", gpt2.activation, {"gelu_new", "gelu", "relu"},
-                      "activation of the MLP");
+  if (!config_json.empty())
+    gpt2 = named(options.at("config"), [&] { return GPT2Options::from_config_json(config_json); });
+  gpt2.read(options);
   read_activation_checkpointing(options, gpt2);
   options.read("activation_checkpointing_every", gpt2.activation_checkpointing_every,
                "do so for every n-th of these blocks only, beginning with the first", kAtLeastOne);
@@ -74,11 +56,7 @@ void read_gpt2_options(OptionReader& options, GPT2Options& gpt2) {
   if (gpt2.n_embd % gpt2.n_head != 0)
     options.fail("n_head", std::to_string(gpt2.n_head) + " does not divide n_embd (" +
                                std::to_string(gpt2.n_embd) + "); expected a divisor of it");
-  try {
-    gpt2.validate();
-  } catch (const UsageError& error) {
-    throw UsageError(options.where() + ": model: " + error.what());
-  }
+  named(options.where() + ": model: ", [&] { gpt2.validate(); });
 }
 
 ModelPlan read_gpt2(OptionReader& options) {
@@ -111,12 +89,7 @@ ModelPlan read_gpt2(OptionReader& options) {
 
 ModelPlan read_image_classifier(OptionReader& options) {
   ImageClassifierOptions classifier;
-  options.read("in_channels", classifier.in_channels, "channels of the images", kAtLeastOne);
-  options.read("channels", classifier.channels, "channels of the first stage", kAtLeastOne);
-  options.read("blocks", classifier.blocks, "residual blocks", kAtLeastOne);
-  options.read("classes", classifier.classes, "number of classes", kAtLeastOne);
-  options.read_choice("norm", classifier.norm, {"BatchNorm", "SyncBatchNorm", "none"},
-                      "normalisation; SyncBatchNorm: over the batch of all ranks");
+  classifier.read(options);
   options.finish();
   ModelPlan plan;
   plan.classes = classifier.classes;

@@ -60,9 +60,8 @@ void append(const ConfigNode& from, ConfigNode& to) {
 }
 
 void rename(ConfigNode& parallel, const Spelling& spelling) {
-  const auto found =
-      std::find_if(parallel.members.begin(), parallel.members.end(),
-                   [&](const auto& member) { return member.key == spelling.key; });
+  const auto found = std::find_if(parallel.members.begin(), parallel.members.end(),
+                                  [&](const auto& member) { return member.key == spelling.key; });
   if (found == parallel.members.end()) return;
   if (ConfigNode* own = parallel.find(spelling.other)) {
     append(found->value, *own);
