@@ -11,6 +11,7 @@
 #include "ddp/bucket_cap.h"
 #include "sharding/detection/detection.h"
 #include "sharding/gradients/gradient_wire.h"
+#include "tessera/config/option_reader.h"
 #include "tessera/detail/nearest.h"
 #include "tessera/error.h"
 #include "tessera/memory/deferred_init.h"
@@ -20,14 +21,9 @@ namespace tessera {
 namespace {
 
 void check_options(const DistributedDataParallelOptions& options, int rank) {
-  const auto positive = [&](const char* name, double value) {
-    if (!(value > 0))
-      throw UsageError(
-          fmt::format("{}: rank {}: option {} is {}; expected a positive number of MiB", kDdpName,
-                      rank, name, value));
-  };
-  positive("first_bucket_mb", options.first_bucket_mb);
-  positive("bucket_cap_mb", options.bucket_cap_mb.value_or(kDefaultBucketMib));
+  const auto component = fmt::format("{}: rank {}", kDdpName, rank);
+  check_option(component, "first_bucket_mb", options.first_bucket_mb, kPositive);
+  check_option(component, "bucket_cap_mb", options.bucket_cap_mb, kPositive);
   sharding::refuse_parameter_wire(kDdpName, rank, options.wire);
   if (options.comm_hook && options.wire.gradients != WireFormat::float32) {
     throw UsageError(fmt::format(

@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 
 #include "comm/device/pinned_buffers.h"
+#include "tessera/config/option_reader.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -43,19 +44,22 @@ at::Tensor as_matrix(const at::Tensor& gradient) {
 
 }  // namespace
 
+void PowerSgdOptions::read(OptionReader& options) {
+  options.read("rank", rank, "rank of the approximation", kAtLeastOne);
+  options.read("start_iteration", start_iteration,
+               "backward passes with exact means before the compression starts", kNotNegative);
+  options.read("min_compression_rate", min_compression_rate,
+               "smallest compression rate for which a tensor is compressed", kPositive);
+  options.read("warm_start", warm_start,
+               "an approximation starts from the previous one; false: from a random matrix");
+  options.read("error_feedback", error_feedback,
+               "the error of an approximation is added to the next gradient");
+  options.read("seed", seed, "seed of the random matrices");
+}
+
 class PowerSgd::Impl {
  public:
-  explicit Impl(PowerSgdOptions options) : options_(options) {
-    const auto refuse = [](const char* option, double value, const char* expected) {
-      throw UsageError(
-          fmt::format("{}: option {} is {}; expected {}", kPowerSgd, option, value, expected));
-    };
-    if (options_.rank < 1) refuse("rank", static_cast<double>(options_.rank), "1 or more");
-    if (options_.start_iteration < 0)
-      refuse("start_iteration", static_cast<double>(options_.start_iteration), "0 or more");
-    if (!(options_.min_compression_rate > 0))
-      refuse("min_compression_rate", options_.min_compression_rate, "a positive number");
-  }
+  explicit Impl(PowerSgdOptions options) : options_(options) { check_options(kPowerSgd, options); }
 
   std::function<void()> start(ProcessGroup& group, const GradientBucket& bucket) {
     at::NoGradGuard no_grad;

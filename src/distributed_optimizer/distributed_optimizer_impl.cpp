@@ -11,6 +11,7 @@
 
 #include "comm/base/local_work.h"
 #include "optim/text_of_options.h"
+#include "tessera/config/option_reader.h"
 #include "tessera/error.h"
 #include "tessera/memory/deferred_init.h"
 #include "tessera/step/agreement.h"
@@ -102,17 +103,8 @@ void DistributedOptimizer::Impl::check_options() {
                                  prefix(), options_.reduce_method));
   }
   mean_ = method == "mean";
-  if (options_.bcast_period < -1) {
-    throw UsageError(fmt::format(
-        "{}: option bcast_period is {}; expected -1 (never), 0 (once, at construction) or a number "
-        "of steps",
-        prefix(), options_.bcast_period));
-  }
-  if (options_.param_pack_thd <= 0) {
-    throw UsageError(
-        fmt::format("{}: option param_pack_thd is {}; expected a positive number of bytes",
-                    prefix(), options_.param_pack_thd));
-  }
+  check_option(prefix(), "bcast_period", options_.bcast_period, Range{-1});
+  check_option(prefix(), "param_pack_thd", options_.param_pack_thd, kAtLeastOne);
 }
 
 void DistributedOptimizer::Impl::check_contract() {

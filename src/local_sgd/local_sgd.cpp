@@ -7,6 +7,7 @@
 #include "local_sgd/inner_join.h"
 #include "local_sgd/outer_mean.h"
 #include "local_sgd/parameters.h"
+#include "tessera/config/option_reader.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
 
@@ -16,15 +17,10 @@ namespace {
 constexpr const char* kLocalSgd = "LocalSgd";
 
 void check_options(const LocalSgdOptions& options, int rank) {
-  const auto refuse = [&](const char* option, auto value, const char* expected) {
-    throw UsageError(fmt::format("{}: rank {}: option {} is {}; expected {}", kLocalSgd, rank,
-                                 option, value, expected));
-  };
-  if (options.sync_every < 1) refuse("sync_every", options.sync_every, "1 or more");
-  if (!(options.lr > 0) || !std::isfinite(options.lr))
-    refuse("lr", options.lr, "a finite number > 0");
-  if (!(options.momentum >= 0 && options.momentum < 1))
-    refuse("momentum", options.momentum, "0 <= momentum < 1");
+  const auto component = fmt::format("{}: rank {}", kLocalSgd, rank);
+  check_option(component, "sync_every", options.sync_every, kAtLeastOne);
+  check_option(component, "lr", options.lr, kPositive);
+  check_option(component, "momentum", options.momentum, kProbability);
 }
 
 std::vector<std::string> contract_of(const LocalSgdOptions& options) {

@@ -44,7 +44,8 @@ ConfigNode options_in(const std::string& path) {
   ConfigNode node;
   node.kind = ConfigNode::Kind::Map;
   node.where = path;
-  for (const auto& [key, value] : parse_file(path).items()) {
+  const Json json = parse_file(path);
+  for (const auto& [key, value] : json.items()) {
     if (value.is_null()) continue;
     const bool text = value.is_string();
     node.members.push_back(

@@ -177,7 +177,7 @@ TEST(FsdpErrors, InvalidOptionsAndModelsAreRefused) {
       change(options);
       return thrown_by([&] { FullyShardedDataParallel(seeded<Chain>(1), group, options); });
     };
-    EXPECT_THAT(with([](Options& o) { o.resident_bytes = -1; }), HasSubstr("resident_bytes is -1"));
+    EXPECT_THAT(with([](Options& o) { o.resident_bytes = -1; }), HasSubstr("resident_bytes: -1;"));
     EXPECT_THAT(with([](Options& o) {
                   o.sharding_strategy = ShardingStrategy::hybrid_shard, o.shard_group_size = 2;
                 }),

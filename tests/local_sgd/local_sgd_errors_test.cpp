@@ -19,12 +19,12 @@ std::string refused(LocalSgdOptions options) {
 }
 
 TEST(LocalSgd, OptionsOutOfRangeAreNamed) {
-  EXPECT_THAT(refused({.sync_every = 0}), HasSubstr("option sync_every is 0; expected 1 or more"));
-  EXPECT_THAT(refused({.lr = NAN}), HasSubstr("option lr is nan; expected a finite number > 0"));
-  EXPECT_THAT(refused({.lr = INFINITY}), HasSubstr("option lr is inf"));
-  EXPECT_THAT(refused({.lr = 0}), HasSubstr("option lr is 0"));
-  EXPECT_THAT(refused({.momentum = 1}), HasSubstr("option momentum is 1"));
-  EXPECT_THAT(refused({.momentum = NAN}), HasSubstr("option momentum is nan"));
+  EXPECT_THAT(refused({.sync_every = 0}), HasSubstr("sync_every: 0; expected a whole number >= 1"));
+  EXPECT_THAT(refused({.lr = NAN}), HasSubstr("lr: nan; expected a number > 0"));
+  EXPECT_THAT(refused({.lr = INFINITY}), HasSubstr("lr: inf"));
+  EXPECT_THAT(refused({.lr = 0}), HasSubstr("lr: 0;"));
+  EXPECT_THAT(refused({.momentum = 1}), HasSubstr("momentum: 1;"));
+  EXPECT_THAT(refused({.momentum = NAN}), HasSubstr("momentum: nan"));
 }
 
 TEST(LocalSgd, AnOptionOutOfRangeOnOneRankIsAnErrorOnAll) {
@@ -32,7 +32,7 @@ TEST(LocalSgd, AnOptionOutOfRangeOnOneRankIsAnErrorOnAll) {
     auto net = seeded<Uneven>(1);
     LocalSgd(group, shards_of(*net), {.sync_every = rank == 1 ? -2 : 3});
   });
-  expect_usage_errors(errors, "LocalSgd: rank 1: option sync_every is -2");
+  expect_usage_errors(errors, "LocalSgd: rank 1: sync_every: -2");
 }
 
 TEST(LocalSgd, RanksThatDifferInOptionsOrShardsAreNamed) {

@@ -11,6 +11,8 @@
 
 namespace tessera {
 
+class OptionReader;
+
 struct PowerSgdOptions {
   /// Rank of the approximation, > 0. At most the smaller side of a matrix is used.
   int64_t rank = 1;
@@ -25,6 +27,7 @@ struct PowerSgdOptions {
   bool error_feedback = true;
   /// Seed of the random matrices. Must be the same on all ranks.
   uint64_t seed = 0;
+  void read(OptionReader& options);
 };
 
 /// PowerSGD (Vogels et al., 2019) as a communication hook. A gradient is treated as an n × m matrix

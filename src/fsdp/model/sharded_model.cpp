@@ -19,6 +19,7 @@
 #include "sharding/gradients/gradient_wire.h"
 #include "sharding/module_buffers.h"
 #include "sharding/shared_memory_of.h"
+#include "tessera/config/option_reader.h"
 #include "tessera/error.h"
 #include "tessera/memory/deferred_init.h"
 #include "tessera/optim/optimizer_state_dict.h"
@@ -213,10 +214,8 @@ std::string option_text(const FullyShardedDataParallelOptions& options) {
 }
 
 void check_options(const FullyShardedDataParallelOptions& options, int rank) {
-  if (options.resident_bytes < 0) {
-    throw UsageError(fmt::format("{}: rank {}: option resident_bytes is {}; expected 0 or more",
-                                 kName, rank, options.resident_bytes));
-  }
+  check_option(fmt::format("{}: rank {}", kName, rank), "resident_bytes", options.resident_bytes,
+               kNotNegative);
   const auto check = [&](const char* name, const std::optional<at::ScalarType>& dtype) {
     if (dtype && !at::isFloatingType(*dtype))
       throw UsageError(fmt::format(

@@ -31,9 +31,7 @@ WrapPolicy read_name_based(OptionReader& options) {
 }  // namespace
 
 WrapPolicy wrap_by_size(int64_t min_numel) {
-  if (min_numel <= 0)
-    throw UsageError(fmt::format(
-        "wrap_by_size: min_numel is {}; expected a positive number of elements", min_numel));
+  check_option("wrap_by_size", "min_numel", min_numel, kAtLeastOne);
   return [min_numel](torch::nn::Module&, const std::string&, int64_t unwrapped) {
     return unwrapped >= min_numel;
   };

@@ -61,16 +61,7 @@ Preprocessor read_normalize(OptionReader& options) {
 
 CommHookPlan read_power_sgd(OptionReader& options) {
   PowerSgdOptions power;
-  options.read("rank", power.rank, "rank of the approximation", kAtLeastOne);
-  options.read("start_iteration", power.start_iteration,
-               "backward passes with exact means before the compression starts", kNotNegative);
-  options.read("min_compression_rate", power.min_compression_rate,
-               "smallest compression rate for which a tensor is compressed", kPositive);
-  options.read("warm_start", power.warm_start,
-               "an approximation starts from the previous one; false: from a random matrix");
-  options.read("error_feedback", power.error_feedback,
-               "the error of an approximation is added to the next gradient");
-  options.read("seed", power.seed, "seed of the random matrices");
+  power.read(options);
   options.finish();
   return {[power] {
     const PowerSgd sgd(power);

@@ -21,28 +21,8 @@ auto reader(LrSchedule (*make)(const Options&)) {
 }
 
 LrSchedule read_none(OptionReader& options) {
-  for (const char* key : {"warmup_steps", "decay_steps", "min_lr"})
-    options.refuse(
-        key, "has no meaning without a scheduler; set scheduler.type to constant or warmup_cosine");
   options.finish();
   return constant_lr();
-}
-
-LrSchedule read_constant(OptionReader& options) {
-  for (const char* key : {"decay_steps", "min_lr"})
-    options.refuse(key, "belongs to scheduler.type warmup_cosine, and the type is constant");
-  return reader(constant_lr)(options);
-}
-
-LrSchedule read_warmup_cosine(OptionReader& options) {
-  WarmupCosineLrOptions chosen;
-  chosen.read(options);
-  options.finish();
-  if (chosen.decay_steps > 0 && chosen.decay_steps < chosen.warmup_steps)
-    options.fail("decay_steps", std::to_string(chosen.decay_steps) +
-                                    " is before the end of the warm-up; expected at least " +
-                                    std::to_string(chosen.warmup_steps));
-  return made(options, warmup_cosine_lr, chosen);
 }
 
 LrSchedule read_chained(OptionReader& options) {
@@ -72,8 +52,8 @@ LrSchedule read_chained(OptionReader& options) {
 
 void add_schedulers(Registry<LrSchedule>& schedulers) {
   schedulers.add("none", read_none, "always the optimizer's lr");
-  schedulers.add("constant", read_constant, "the optimizer's lr, after a warm-up");
-  schedulers.add("warmup_cosine", read_warmup_cosine, "a warm-up, then a cosine");
+  schedulers.add("constant", reader(constant_lr), "the optimizer's lr, after a warm-up");
+  schedulers.add("warmup_cosine", reader(warmup_cosine_lr), "a warm-up, then a cosine");
   schedulers.add("linear", reader(linear_lr), "PyTorch's LinearLR");
   schedulers.add("step", reader(step_lr), "PyTorch's StepLR");
   schedulers.add("multi_step", reader(multi_step_lr), "PyTorch's MultiStepLR");

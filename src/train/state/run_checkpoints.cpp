@@ -1,7 +1,6 @@
 #include "train/state/run_checkpoints.h"
 
 #include <chrono>
-#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <map>
@@ -70,15 +69,14 @@ std::string one_line(std::string text) {
 
 /// The newest sound checkpoint of the folder, or the newest one if none is sound; "" if there is
 /// none. Collective.
-std::string checkpoint_to_resume(const std::string& folder, const ProcessGroup& group) {
-  const auto newest = latest_checkpoint(folder, group);
-  const auto sound = latest_sound_checkpoint(folder, group);
-  if (group.rank() == 0 && newest && newest != sound) {
-    std::printf("warning: %s has elements that are not finite: %s%s\n", newest->c_str(),
-                one_line(unsound_tensors(*newest)).c_str(),
-                sound ? ("; resuming from " + *sound).c_str() : "");
-    std::fflush(stdout);
-  }
+std::string checkpoint_to_resume(const RunContext& context) {
+  const std::string& folder = context.config.checkpoint.folder;
+  const auto newest = latest_checkpoint(folder, context.group);
+  const auto sound = latest_sound_checkpoint(folder, context.group);
+  if (newest && newest != sound)
+    context.say(fmt::format("warning: {} has elements that are not finite: {}{}", *newest,
+                            one_line(unsound_tensors(*newest)),
+                            sound ? "; resuming from " + *sound : ""));
   return sound ? *sound : newest.value_or("");
 }
 
@@ -110,12 +108,10 @@ std::string RunCheckpoints::find() {
   } catch (const AgreedError& error) {
     throw AgreedError(place + error.what());
   }
-  if (context_.first() && !store_->shared()) {
-    std::printf("%sthe hosts do not share %s: each writes the files of its ranks\n", place.c_str(),
-                config.folder.c_str());
-    std::fflush(stdout);
-  }
-  if (config.resume) return checkpoint_to_resume(config.folder, context_.group);
+  if (!store_->shared())
+    context_.say(fmt::format("{}the hosts do not share {}: each writes the files of its ranks",
+                             place, config.folder));
+  if (config.resume) return checkpoint_to_resume(context_);
   agree(context_.group, [&] {
     if (store_->leads()) set_aside_checkpoints(config.folder);
   });
@@ -158,12 +154,9 @@ std::string RunCheckpoints::set_aside_damaged(const std::string& path, const std
   agree(context_.group, [&] {
     if (store_->leads() && std::filesystem::exists(step)) std::filesystem::rename(step, aside);
   });
-  const std::string next = checkpoint_to_resume(context_.config.checkpoint.folder, context_.group);
-  if (context_.first()) {
-    std::printf("warning: %s; it is set aside as %s, and %s is taken\n", why.c_str(), aside.c_str(),
-                next.c_str());
-    std::fflush(stdout);
-  }
+  const std::string next = checkpoint_to_resume(context_);
+  context_.say(fmt::format("warning: {}; it is set aside as {}, and {} is taken", why,
+                           aside.string(), next));
   return next;
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdio>
 #include <memory>
 #include <string>
 
@@ -23,9 +24,14 @@ struct RunContext {
   bool first() const { return group.rank() == 0; }
   /// The ranks that train together in every step.
   const ProcessGroup& own_group() const { return groups->inner(); }
-  /// Prints a line on rank 0.
+  /// Prints a line on rank 0, also before there is a reporter.
   void say(const std::string& text) const {
-    if (reporter) reporter->line(text);
+    if (reporter) {
+      reporter->line(text);
+    } else if (first()) {
+      std::puts(text.c_str());
+      std::fflush(stdout);
+    }
   }
 };
 
