@@ -85,6 +85,9 @@ class Reference(unittest.TestCase):
         "mode": "the smaller loss is the better one", "check_finite": "train.on_nonfinite decides",
     }
 
+    # Keys of Hugging Face's config.json alone.
+    OF_CONFIG_JSON = {"model_type", "embd_pdrop", "attn_pdrop", "resid_pdrop"}
+
     def rows(self, section):
         """The keys of the tables under a heading, without their prefixes."""
         (text,) = re.findall(rf"(?ms)^##+ {re.escape(section)}\n(.*?)(?=^##|\Z)", self.PAGE)
@@ -96,6 +99,7 @@ class Reference(unittest.TestCase):
         for path in [*(SOURCE / "src").rglob("*.cpp"), *(SOURCE / "include").rglob("*.h")]:
             for key in re.findall(r'(?:read(?:_[a-z]+)?|take|map|map_or_type|list)\(\s*"([a-z]\w*)",', path.read_text()):
                 found += 1
+                if path.name == "gpt2_options.cpp" and key in self.OF_CONFIG_JSON: continue
                 self.assertTrue(key in words, f"{path.relative_to(SOURCE)} reads {key}, of which docs/config_reference.md has no row and no explanation")
         self.assertGreater(found, 150)
 

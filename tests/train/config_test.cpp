@@ -263,7 +263,7 @@ TEST_F(ConfigTest, EveryKindOfMistakeIsAnError) {
        "expected one of chained, constant, cosine, exponential, linear, multi_step, none, "
        "polynomial, step, "
        "warmup_cosine; did you mean \"cosine\"?"},
-      {"scheduler.warmup_steps=5", "no meaning without a scheduler"},
+      {"scheduler.warmup_steps=5", "an option of constant and warmup_cosine"},
       {"parallel.type=ZeroRedundancyOptimiser", "did you mean \"ZeroRedundancyOptimizer\"?"},
       {"parallel.partition=flat",
        "an option of FullyShardedDataParallel and ZeroRedundancyOptimizer, and parallel.type is "
