@@ -8,6 +8,7 @@
 #include "commands.h"
 #include "sibling.h"
 #include "tessera/detail/nearest.h"
+#include "tessera/error.h"
 #include "tessera/version.h"
 
 namespace {
@@ -58,6 +59,23 @@ int dispatch(int argc, char** argv) {
 }
 
 }  // namespace
+
+int tessera::cli::run_app(const CLI::App& app, const std::function<int()>& body) {
+  std::string what;
+  try {
+    return body();
+  } catch (const CLI::CallForHelp&) {
+    std::fputs(app.help().c_str(), stdout);
+    return 0;
+  } catch (const CLI::ParseError& error) {
+    what = error.what();
+  } catch (const UsageError& error) {
+    what = error.what();
+  }
+  const char* name = app.get_name().c_str();
+  std::fprintf(stderr, "%s: %s (%s --help shows the flags)\n", name, what.c_str(), name);
+  return kUsageExit;
+}
 
 int main(int argc, char** argv) {
   try {

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <cstdio>
 #include <limits>
 #include <string>
 #include <vector>
@@ -116,7 +115,7 @@ int run_command(int argc, char** argv) {
   CLI::App app("Start PROGRAM [args…] on several ranks and supervise them.", "tessera run");
   launch::LaunchOptions options;
   declare(app, options);
-  try {
+  return run_app(app, [&] {
     std::vector<std::string> own;
     options.program = split(app, {argv + 1, argv + argc}, own);
     std::reverse(own.begin(), own.end());  // CLI11 takes arguments from the back
@@ -125,15 +124,7 @@ int run_command(int argc, char** argv) {
       throw UsageError("--standalone contradicts --nnodes = " + std::to_string(options.nnodes) +
                        ": expected one of them");
     return launch::run(options);
-  } catch (const CLI::CallForHelp&) {
-    std::fputs(app.help().c_str(), stdout);
-    return 0;
-  } catch (const CLI::ParseError& error) {
-    std::fprintf(stderr, "tessera run: %s (tessera run --help shows the flags)\n", error.what());
-  } catch (const UsageError& error) {
-    std::fprintf(stderr, "tessera run: %s (tessera run --help shows the flags)\n", error.what());
-  }
-  return kUsageExit;
+  });
 }
 
 }  // namespace tessera::cli

@@ -2,8 +2,7 @@
 
 #include "checkpoint/store/checkpoint_impl.h"
 #include "checkpoint/store/slice_file.h"
-#include "tessera/error.h"
-#include "tessera/step/agreement.h"
+#include "tessera/config/option_reader.h"
 
 namespace tessera {
 
@@ -60,11 +59,7 @@ std::vector<StateSlice> Checkpoint::load_slices(const std::vector<ElementRange>&
   for (const auto& request : requests) {
     const std::string where =
         fmt::format("checkpoint: {}: {}", path(), store::slices_text(set, request.parameter));
-    try {
-      store::check_range(request);
-    } catch (const UsageError& error) {
-      throw UsageError(where + ": " + error.what());
-    }
+    named(where + ": ", [&] { store::check_range(request); });
     const auto found = by_parameter.find(request.parameter);
     loaded.push_back(store::assemble(where, request,
                                      found == by_parameter.end() ? kNone : found->second, *impl_));

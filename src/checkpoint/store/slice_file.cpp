@@ -7,6 +7,7 @@
 
 #include "checkpoint/io/safetensors_header.h"
 #include "sharding/bucket.h"
+#include "tessera/config/option_reader.h"
 #include "tessera/error.h"
 
 namespace tessera::store {
@@ -34,11 +35,7 @@ SliceFile slice_file(const std::string& set, const std::vector<StateSlice>& slic
   std::set<std::tuple<std::string, int64_t, int64_t>> ranges;
   for (const StateSlice& slice : slices) {
     const std::string where = "checkpoint: " + slices_text(set, slice.parameter) + ": ";
-    try {
-      check_range(slice);
-    } catch (const UsageError& error) {
-      throw UsageError(where + error.what());
-    }
+    named(where, [&] { check_range(slice); });
     if (!ranges.emplace(slice.parameter, slice.begin, slice.numel).second) {
       throw UsageError(
           fmt::format("{}elements [{}, +{}) are given twice", where, slice.begin, slice.numel));
