@@ -254,9 +254,11 @@ void set_step_and_clear(Loss&& loss, const std::vector<at::Tensor>& parameters, 
   };
   const std::function<void()> calls[] = {[&] { set(0.25); }, clear, [&] { loss(1).backward(); },
                                          [&] { optimizer.step(); }};
-  // A de Bruijn sequence: every three calls one after another, with repetitions.
-  for (const char k :
-       std::string("0001002003011012013021022023031032033111211312212313213322232333"))
+  // Gradients that are cleared before any backward and after another clearing, and between them a
+  // de Bruijn sequence: every three calls one after another, with repetitions.
+  for (const char k : std::string("013"
+                                  "0001002003011012013021022023031032033111211312212313213322232333"
+                                  "1013"))
     calls[k - '0']();
 }
 

@@ -4,7 +4,7 @@ the PyTorch under test.
 
     torch_files_test.py BUILD_FOLDER
 """
-import argparse, datetime, io, os, pathlib, pickle, struct, sys, tarfile, tempfile, unittest, zipfile
+import argparse, datetime, io, os, pathlib, pickle, random, struct, sys, tarfile, tempfile, unittest, zipfile
 from collections import Counter, OrderedDict, defaultdict
 from typing import Tuple
 
@@ -588,6 +588,19 @@ class Hostile(Folder):
             self.refused(path, "a member of the archive leaves it")
         # Elsewhere a persistent id is no text.
         self.refused(self.archive(self.dict_of(b"U\x01aQ")), "a persistent id is no tuple")
+
+    def test_mutated_files_of_the_tar_form_are_read_or_refused(self):
+        draw = random.Random(1)
+        Tar({"a": torch.ones(2, 3), "b": torch.ones(2).long()}).save(self.path("sound.tar"))
+        sound = self.path("sound.tar").read_bytes().rstrip(b"\0")
+        for i in range(400):
+            data = bytearray(sound)
+            for _ in range(draw.randint(1, 4)):
+                at = draw.choice([k for k in range(512, len(data)) if data[k]])
+                data[at] = draw.choice([0, 1, 0x7F, 0x80, 0xFF, draw.randrange(256)])
+            path = self.path(f"mutated{i}.tar")
+            path.write_bytes(data)
+            self.refused(path, "")
 
     def test_many_values(self):
         self.refused(self.archive(b"\x80\x02" + b")" * 10_000_000 + b"."), "take more than")
