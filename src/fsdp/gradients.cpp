@@ -43,7 +43,7 @@ Gradients::Gradients(ShardedModel& model, const FullyShardedDataParallelOptions&
       residency_(residency),
       buffers_(model, stats),
       reductions_(model, options, stats, join_leader),
-      placeholders_(model, buffers_),
+      placeholders_(model, buffers_, reductions_),
       has_large_(has_large(model)),
       tracker_(flats_of_parameters(model), model.flats.size()) {}
 

@@ -30,9 +30,11 @@ class ShardPlaceholders::Meta : public torch::autograd::AutogradMeta {
   size_t parameter_;
 };
 
-ShardPlaceholders::ShardPlaceholders(ShardedModel& model, GradientBuffers& buffers)
+ShardPlaceholders::ShardPlaceholders(ShardedModel& model, GradientBuffers& buffers,
+                                     Reductions& reductions)
     : model_(model),
       buffers_(buffers),
+      reductions_(reductions),
       placeholders_(model.parameters, fmt::format("{}: rank {}", kName, model.world.rank()),
                     "Optimizer(fsdp.parameters(), …), fsdp.clip_grad_norm_(…), or .grad() of "
                     "fsdp.named_parameters()",
@@ -74,6 +76,7 @@ void ShardPlaceholders::end_backward() {
 
 void ShardPlaceholders::zero(size_t parameter) {
   const std::lock_guard lock(*model_.mutex);
+  reductions_.finish_late();  // no operator that detects them runs here
   const at::NoGradGuard no_grad;
   const auto& [flat, member] = model_.places[parameter];
   const auto& grad = flat->shards[member].tensor.grad();

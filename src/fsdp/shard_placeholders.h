@@ -6,6 +6,7 @@
 #include <c10/util/ScopeExit.h>
 
 #include "fsdp/gradient_buffers.h"
+#include "fsdp/reductions.h"
 #include "sharding/detection/gradient_placeholders.h"
 
 namespace tessera::fsdp {
@@ -19,7 +20,7 @@ namespace tessera::fsdp {
 /// Not between threads, except for the shards: the owner locks the model's mutex.
 class ShardPlaceholders {
  public:
-  ShardPlaceholders(ShardedModel& model, GradientBuffers& buffers);
+  ShardPlaceholders(ShardedModel& model, GradientBuffers& buffers, Reductions& reductions);
   ~ShardPlaceholders() { *self_ = nullptr; }
   ShardPlaceholders(const ShardPlaceholders&) = delete;
 
@@ -45,6 +46,7 @@ class ShardPlaceholders {
 
   ShardedModel& model_;
   GradientBuffers& buffers_;
+  Reductions& reductions_;
   sharding::GradientPlaceholders placeholders_;
   std::atomic<bool> busy_ = false;
   std::shared_ptr<ShardPlaceholders*> self_;  // of the shards, which may live longer

@@ -102,6 +102,20 @@ TEST(FsdpBackground, GradientsThatAreDroppedDoNotReturn) {
   });
 }
 
+TEST(FsdpBackground, TheModuleSetsGradientsToZeroThatHaveNotArrived) {
+  LastGradientWaits last;
+  run_ranks_on({0, 1}, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Chain>(1);
+    FullyShardedDataParallel fsdp(net, group, with(Overlap::background));
+    last.attach(net, rank);
+    loss_of(fsdp(rows(0, rank, 2))).backward();
+    if (rank == 0) last.go.set_value();
+    net->zero_grad(/*set_to_none=*/false);
+    for (const auto& shard : fsdp.parameters())
+      EXPECT_EQ(shard.grad().count_nonzero().item<int>(), 0);
+  });
+}
+
 /// The weights after some steps, with no_sync() and hooks on shards in between.
 std::vector<at::Tensor> trained(Overlap overlap, ProcessGroup group, int rank,
                                 ShardingStrategy strategy) {
