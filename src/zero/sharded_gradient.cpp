@@ -24,6 +24,7 @@ void ShardedGradient::watched(const std::vector<sharding::NamedTensor>& trainabl
         clears_to_zero_ = true;
         zero_own_part(subset[i]);
       });
+  show_placeholders();  // gradients from before a parameter group was added, or a layer thawed
 }
 
 void ShardedGradient::start(size_t b) {

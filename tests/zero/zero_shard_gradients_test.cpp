@@ -283,6 +283,16 @@ TEST(ZeroShardGradients, SurviveAChangeOfRequiresGradAndNewGroups) {
     loss_of(other->a(rows(0, rank, 2))).backward();
     plain.step();
     expect_same_weights(net, other);
+    // The module clears those of the first group when a third one has been added.
+    zero.add_param_group({{{"more", at::zeros({2}).set_requires_grad(true)}}, {}});
+    const auto train = [&](auto& module, auto& optimizer) {
+      module->zero_grad(/*set_to_none=*/false);
+      loss_of(module->a(rows(1, rank, 2))).backward();
+      optimizer.step();
+    };
+    train(net, zero);
+    train(other, plain);
+    expect_same_weights(net, other);
   });
 }
 
