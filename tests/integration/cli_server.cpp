@@ -2,13 +2,15 @@
 
 #include "harness/fork_server.h"
 
-// The programs' main functions.
-int weights_program(int argc, char** argv);
-int train_program(int argc, char** argv);
+#define main weights_program
+#include "../../cli/weights_main.cpp"
+#undef main
+
+#include "tessera/train.h"
 
 int main() {
   return tessera::testing::serve([](int argc, char** argv) {
-    return std::string(argv[0]) == "tessera-train" ? train_program(argc, argv)
+    return std::string(argv[0]) == "tessera-train" ? tessera::train_main(argc, argv)
                                                    : weights_program(argc, argv);
   });
 }
