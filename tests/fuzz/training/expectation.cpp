@@ -58,7 +58,8 @@ bool trains_nothing(const Case& which, const Item& wrapper, size_t i) {
   for (size_t part = 0; part < parts; ++part) {
     const bool from_the_start =
         part < which.layers.size() && which.layers[part].flag("frozen") && !now.thawed.count(part);
-    const bool absent = late >= 0 && static_cast<size_t>(late) % parts == part;
+    const bool absent = (late >= 0 && static_cast<size_t>(late) % parts == part) ||
+                        wrapper.number("ignored", -1) == static_cast<int64_t>(part);
     if (!absent && !from_the_start && !now.frozen.count(part)) return false;
   }
   return true;

@@ -361,6 +361,7 @@ void PlainTraining::move(const Item& event) {
     if (event.flag("folder")) loaded = state_dict(*replica.optimizer, replica.parameters);
     loaded.state = state.state;
     load_state_dict(*replica.optimizer, replica.parameters, loaded);
+    if (!event.flag("folder")) continue;
     for (auto& group : replica.optimizer->param_groups()) group.options().set_lr(lr);
   }
 }
