@@ -12,7 +12,7 @@ MINUTES ?= 30
 SEED  ?= 1
 
 .PHONY: demo test quick everything build programs dependencies format tidy benchmark sanitizers wheel \
-  fuzz network faults operations soak lifetimes check_faults debian_13 clean
+  apart fuzz network faults operations soak lifetimes check_faults debian_13 clean
 
 # Trains a small GPT-2 on RANKS local ranks with a sharded optimizer.
 demo: programs
@@ -26,7 +26,7 @@ quick: build
 	scripts/run_tests.sh $(BUILD) -L quick
 
 # All tests and all campaigns, for some hours.
-everything: test tidy sanitizers fuzz network operations soak lifetimes check_faults debian_13
+everything: test tidy apart sanitizers fuzz network operations soak lifetimes check_faults debian_13
 
 build: dependencies
 	cmake --preset release -B $(BUILD) -DTESSERA_BUILD_TESTS=ON -DTESSERA_BUILD_EXAMPLES=ON
@@ -50,6 +50,11 @@ format: dependencies
 tidy: dependencies
 	[ -f $(BUILD)/build.ninja ] || cmake --preset release -B $(BUILD)
 	python3 tests/style/tidy.py $(BUILD) all
+
+# Compiles each source alone, as the preset dev does. Compiled together, one has the includes of another.
+apart: dependencies
+	cmake --preset dev
+	cmake --build build-dev -j $(JOBS)
 
 # Compares with PyTorch on this machine: prints tables of ratios, writes benchmark-out/*.json.
 benchmark: dependencies

@@ -15,6 +15,7 @@
 #include "tessera/detail/nearest.h"
 #include "tessera/error.h"
 #include "tessera/memory/deferred_init.h"
+#include "tessera/optim/optimizer_state_dict.h"
 #include "tessera/step/agreement.h"
 
 namespace tessera {

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include <fmt/format.h>
+
 #include "memory/heap.h"
 #include "sharding/bucket.h"
 #include "sharding/detection/detection.h"
@@ -59,7 +61,7 @@ void UnitPages::make(FlatParameter& flat) {
   if (!flat.common.defined()) flat.compute.slots = pool(flat, &FlatParameter::page_options, false);
   flat.compute.page = std::make_unique<sharding::Page>(
       &residency_, flat.index, flat.layout.numel(), flat.page_options(),
-      std::string(kName) + ": a parameter of unit " + model_.units[flat.unit].display_name());
+      fmt::format("{}: a parameter of unit {}", kName, model_.units[flat.unit].display_name()));
 }
 
 /// With cpu_offload operators on the shards of `flat` wait until the device has read them: see

@@ -4,6 +4,7 @@
 
 #include "comm/failures/process_failures.h"
 #include "tessera/detail/report_to_launcher.h"
+#include "tessera/step/agreement.h"
 
 namespace tessera::comm {
 namespace {

@@ -8,6 +8,7 @@
 #include "comm/execution/running_scope.h"
 #include "comm/failures/process_failures.h"
 #include "tessera/detail/report_to_launcher.h"
+#include "tessera/step/agreement.h"
 
 namespace tessera::comm {
 namespace {

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include "tessera/detail/report_to_launcher.h"
+#include "tessera/step/agreement.h"
 #include "train/run/run.h"
 
 namespace tessera::train {
