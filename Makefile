@@ -51,7 +51,7 @@ tidy: dependencies
 	[ -f $(BUILD)/build.ninja ] || cmake --preset release -B $(BUILD)
 	python3 tests/style/tidy.py $(BUILD) all
 
-# Compiles each source alone, as the preset dev does. Compiled together, one has the includes of another.
+# Compiles each source alone, as the preset dev does: together, one has the includes of another.
 apart: dependencies
 	cmake --preset dev
 	cmake --build build-dev -j $(JOBS)
