@@ -10,6 +10,7 @@
 #include "data/npy_header.h"
 #include "harness/temporary_folder.h"
 #include "tessera/data/npy_array.h"
+#include "tessera/error.h"
 
 namespace tessera {
 namespace {

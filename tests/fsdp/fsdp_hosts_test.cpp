@@ -9,6 +9,7 @@
 #include <torch/optim/sgd.h>
 
 #include "fsdp/chain.h"
+#include "harness/models.h"
 #include "harness/ranks.h"
 #include "harness/training.h"
 #include "tessera/fully_sharded_data_parallel.h"

@@ -1,7 +1,6 @@
 // The layers of torch::nn that have parameters and no buffers.
 
-#include <torch/nn/modules/container/modulelist.h>
-#include <torch/nn/modules/normalization.h>
+#include <torch/nn.h>
 
 #include "fuzz/training/model/blocks.h"
 

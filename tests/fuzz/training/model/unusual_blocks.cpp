@@ -1,5 +1,7 @@
 // Parameters that are unusual in shape, dtype, strides or use.
 
+#include <torch/nn/modules/linear.h>
+
 #include "fuzz/training/model/blocks.h"
 #include "tessera/activation_checkpoint.h"
 
