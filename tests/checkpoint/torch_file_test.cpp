@@ -62,7 +62,8 @@ TEST_F(TorchFileTest, EveryDtypeComesBackBitByBit) {
     EXPECT_EQ(loaded.scalar_type(), tensor.scalar_type()) << name;
     EXPECT_EQ(loaded.sizes(), tensor.sizes()) << name;
     const auto expected = tensor.contiguous();
-    EXPECT_EQ(0, std::memcmp(loaded.data_ptr(), expected.data_ptr(), expected.nbytes())) << name;
+    if (expected.nbytes() > 0)
+      EXPECT_EQ(0, std::memcmp(loaded.data_ptr(), expected.data_ptr(), expected.nbytes())) << name;
   }
 }
 
