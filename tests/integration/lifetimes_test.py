@@ -2,8 +2,8 @@
 """Objects of the library may be local, static, global, leaked or inherited by a forked child, in all surroundings: the program ends with 0, once,
 and a child leaves its parent's world alone. With real processes.
 
-    lifetimes_test.py BUILD_FOLDER [all] [TEST…]    all: every object alone in every lifetime and backend; otherwise all in one program, and messages
-    with the lifetimes that end last alone
+    lifetimes_test.py BUILD_FOLDER [all] [TEST…]    all: every object alone in every lifetime and backend; otherwise all objects in one
+    program, and over tcp and gloo the lifetimes early and fork_exit alone
 """
 import itertools, os, pathlib, re, shutil, subprocess, sys, tempfile, time, unittest
 
