@@ -48,11 +48,14 @@ struct Stream {
     read(to, bytes, at);
     at += bytes;
   }
-  int64_t number() {  // little-endian, as all that Tessera runs on
-    int64_t value = 0;
-    take(&value, sizeof value);
-    return value;
+  /// Little-endian, as all that Tessera runs on. One read, because a call of the system costs more
+  /// than a number.
+  std::vector<int64_t> numbers(size_t count) {
+    std::vector<int64_t> values(count);
+    take(values.data(), count * sizeof(int64_t));
+    return values;
   }
+  int64_t number() { return numbers(1)[0]; }
   Values pickle(size_t most, bool tensor_ids = false) {
     std::string text(std::min<uint64_t>(end - at, most), '\0');
     read(text.data(), text.size(), at);
@@ -192,12 +195,12 @@ class TarReader {
         in.refuse("a tensor has a storage that is not there, or is a view of another storage");
       const auto dims = static_cast<uint32_t>(in.number());  // the upper half was not always set
       if (dims > kMaxTarDims) in.refuse("a tensor has more than 64 dimensions");
-      std::vector<Value> sizes(dims), strides(dims);
-      for (auto& size : sizes) size = integer(in.number());
-      for (auto& stride : strides) stride = integer(in.number());
-      std::vector<Value> tensor{storage->second, integer(in.number())};
-      tensor.push_back(node(Kind::tuple, std::move(sizes)));
-      tensor.push_back(node(Kind::tuple, std::move(strides)));
+      std::vector<Value> numbers;
+      for (const int64_t number : in.numbers(2 * dims + 1)) numbers.push_back(integer(number));
+      const auto strides = numbers.begin() + dims, offset = strides + dims;
+      std::vector<Value> tensor{storage->second, *offset};
+      tensor.push_back(node(Kind::tuple, {numbers.begin(), strides}));
+      tensor.push_back(node(Kind::tuple, {strides, offset}));
       tensors_.emplace(std::to_string(items[0].integer), std::move(tensor));
     }
   }
