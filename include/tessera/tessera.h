@@ -59,6 +59,7 @@
 #include "tessera/train/registries.h"
 #include "tessera/train/run_hook.h"
 #include "tessera/train/trained_model.h"
+#include "tessera/train/training_session.h"
 #include "tessera/version.h"
 #include "tessera/weights/load_shard.h"
 #include "tessera/weights/tensor_source.h"

@@ -75,6 +75,16 @@ class OwnLoop(Page):
         self.assertIn(f"going on from own_loop_run/{newest}", self.sh(f"tessera run -n 2 own_loop {int(newest[5:]) + 1}"))
 
 
+class Session(Page):
+    def test_a_solver_trains_on_any_number_of_ranks(self):
+        begun, resumed, _, alone = self.follow("session.md")
+        self.whole("solver.cpp")
+        self.assertEqual(len(LOSS.findall(alone)), 3)
+        self.assertEqual([f"{float(loss):.4e}" for loss in LOSS.findall(alone)], [f"{float(loss):.4e}" for loss in LOSS.findall(begun + resumed)])
+        self.assertIn("evaluation", alone)
+        self.assertTrue((self.folder / "solver.safetensors").exists())
+
+
 class Errors(Page):
     def test_an_example_ends_with_a_status_and_not_by_a_signal(self):
         programs = sorted(EXAMPLES.keys() - {"own_model.cpp"})  # train_main catches there

@@ -245,7 +245,7 @@ TEST_F(ConfigTest, EveryKindOfMistakeIsAnError) {
       {"train.sample.prompt=[300]", "token 300; expected tokens below model.vocab_size (256)"},
       {"train.sample.temperature=-1", "-1; expected a number >= 0"},
       {"model.type=GPT3",
-       "model.type: GPT3; expected one of GPT2, ImageClassifier; did you mean \"GPT2\"?"},
+       "model.type: GPT3; expected one of GPT2, ImageClassifier, MLP; did you mean \"GPT2\"?"},
       {"model.n_head=3", "model.n_head: 3 does not divide n_embd (16)"},
       {"model.dropout=1", "model.dropout: 1; expected a number >= 0 and < 1"},
       {"model.seed=-1", "-1; expected a whole number >= 0"},

@@ -37,7 +37,7 @@ struct ModelConfig {
 };
 
 struct DataConfig {
-  std::string type;
+  std::string type;  ///< empty: no section `data`; for TrainingSession
   DataPlan plan;
   SampleOrder order = SampleOrder::shuffled;
   uint64_t seed = 0;  ///< of the shuffling
@@ -110,15 +110,15 @@ struct RunConfig {
   int64_t steps = 0;
   double epochs = 0;  ///< used instead of `steps`; 0: `steps` is used
   int64_t global_batch = 0;
-  int64_t accumulation = 1;              ///< micro-batches per step on each rank
-  std::string log;                       ///< file of JSON lines; empty: none
-  int64_t log_every = 1;                 ///< steps per printed line; the file has every step
-  std::string save;                      ///< file or "folder/" of the final weights; empty: none
-  std::string save_optimizer;            ///< file of torch.save for its state; empty: none
-  uint64_t max_shard_bytes = 0;          ///< of each file in a folder `save`; 0: any number
-  bool save_config = false;              ///< write Hugging Face's config.json next to `save`
-  int64_t eval_every = 0;                ///< in steps; 0: only at the end
-  int64_t eval_batches = 0;              ///< global batches per evaluation; 0: all samples
+  int64_t accumulation = 1;      ///< micro-batches per step on each rank
+  std::string log;               ///< file of JSON lines; empty: none
+  int64_t log_every = 1;         ///< steps per printed line, 0: none; the file has every step
+  std::string save;              ///< file or "folder/" of the final weights; empty: none
+  std::string save_optimizer;    ///< file of torch.save for its state; empty: none
+  uint64_t max_shard_bytes = 0;  ///< of each file in a folder `save`; 0: any number
+  bool save_config = false;      ///< write Hugging Face's config.json next to `save`
+  int64_t eval_every = 0;        ///< in steps; 0: only at the end
+  int64_t eval_batches = 0;      ///< global batches per evaluation; 0: all samples
   std::optional<double> clip_grad_norm;  ///< no value: no clipping by norm
   std::optional<double> clip_grad_value;
   double clip_norm_type = 2;        ///< p of clip_grad_norm and of the reported norm
@@ -178,6 +178,8 @@ struct Config {
 /// value, what was expected and the nearest known key. Refuses files over 1 MiB, nested deeper than
 /// 32 levels, or with more than 10,000 values after aliases are expanded.
 Config load_config(const std::string& file, const std::vector<std::string>& overrides = {});
+/// The same for the text of a config, without bases. Errors begin with "config:line".
+Config parse_config(const std::string& text, const std::vector<std::string>& overrides = {});
 
 /// Throws UsageError, in the form of load_config's, unless the files that the config names for
 /// reading exist and can be read.

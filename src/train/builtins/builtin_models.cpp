@@ -3,6 +3,7 @@
 #include "tessera/error.h"
 #include "tessera/models/gpt2.h"
 #include "tessera/models/image_classifier.h"
+#include "tessera/models/mlp.h"
 #include "train/builtins/builtin_components.h"
 
 namespace tessera::train {
@@ -109,6 +110,7 @@ ModelPlan read_image_classifier(OptionReader& options) {
 void add_models(registry::Models& models) {
   models.add("GPT2", read_gpt2, "GPT-2 (Radford et al., 2019), with Hugging Face's names");
   models.add("ImageClassifier", read_image_classifier, "a small residual network for images");
+  models.add<MLP>("MLP", "a multi-layer perceptron");
 }
 
 }  // namespace tessera::train

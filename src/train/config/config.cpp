@@ -79,8 +79,10 @@ std::string Config::dump(bool full) const {
   return to_yaml(root);
 }
 
-Config load_config(const std::string& file, const std::vector<std::string>& overrides) {
-  ConfigNode root = load_yaml(file);
+namespace {
+
+Config config_of(ConfigNode root, const std::string& file,
+                 const std::vector<std::string>& overrides) {
   root.where = file;
   for (const auto& assignment : overrides) apply_override(root, assignment);
   expand_environment(root);
@@ -93,6 +95,22 @@ Config load_config(const std::string& file, const std::vector<std::string>& over
   train::read_config(keys, config);
   config.options = record;
   return config;
+}
+
+}  // namespace
+
+Config load_config(const std::string& file, const std::vector<std::string>& overrides) {
+  return config_of(load_yaml(file), file, overrides);
+}
+
+Config parse_config(const std::string& text, const std::vector<std::string>& overrides) {
+  const std::string name = "config";
+  return config_of(parse_yaml(text, name, true), name, overrides);
+}
+
+void train::require_datasets(const Config& config) {
+  if (config.data.type.empty())
+    throw UsageError(config.at("data") + "missing; expected a map: the training data");
 }
 
 void check_config_files(const Config& config) {

@@ -238,9 +238,9 @@ void check_local_sgd(const Config& config) {
 
 void read_config(OptionReader& keys, Config& config) {
   keys.require("model", "a map: which model to train");
-  keys.require("data", "a map: the training data");
+  const bool datasets = keys.has("data");  // without, the samples come from a program
   if (!keys.has("parallel")) keys.require("optimizer", "a map: the optimizer and its options");
-  keys.require("train", "a map: steps, global_batch and outputs");
+  if (datasets) keys.require("train", "a map: steps, global_batch and outputs");
   OptionReader model = keys.map("model"), data = keys.map("data"),
                optimizer = keys.map("optimizer"), scheduler = keys.map("scheduler"),
                parallel = keys.map("parallel"), run = keys.map("train"),
@@ -248,7 +248,7 @@ void read_config(OptionReader& keys, Config& config) {
   read_components(keys, config);
   keys.finish();
   read_model(model, config.model);
-  read_data(data, config, config.data);
+  if (datasets) read_data(data, config, config.data);
   read_parallel(parallel, config.parallel);
   read_optimizer(optimizer, config);
   config.scheduler = read_scheduler(scheduler);

@@ -17,6 +17,9 @@ void read_optimizer(OptionReader& keys, Config& config);
 void read_train(OptionReader& keys, const Config& config, RunConfig& run);
 void read_checkpoint(OptionReader& keys, CheckpointConfig& checkpoint);
 
+/// UsageError for a config without datasets.
+void require_datasets(const Config& config);
+
 // These read the keys of a section that do not depend on its type, for the reference.
 void describe_top_level(OptionReader& keys);
 void describe_model(OptionReader& keys);

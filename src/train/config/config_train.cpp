@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 
 #include "tessera/error.h"
@@ -192,7 +193,7 @@ void check_counts(const OptionReader& keys, const RunConfig& run) {
     keys.fail("global_batch", batch + "; expected at most " + std::to_string(kLargestBatch));
   for (const auto& [key, count] :
        {std::pair("steps", run.steps), std::pair("eval_batches", run.eval_batches)}) {
-    const int64_t most = kMostSamples / run.global_batch;
+    const int64_t most = kMostSamples / std::max<int64_t>(run.global_batch, 1);
     if (count > most)
       keys.fail(key, std::to_string(count) + " times a train.global_batch of " + batch +
                          "; expected at most " + std::to_string(most));
@@ -214,8 +215,12 @@ void check_save_optimizer(const OptionReader& keys, const RunConfig& run) {
 }  // namespace
 
 void read_train(OptionReader& keys, const Config& config, RunConfig& run) {
-  if (!keys.has("epochs")) keys.require("steps", "the number of steps");
-  keys.require("global_batch", "the number of sequences a step, over all ranks");
+  if (config.data.type.empty() && !keys.describing()) {
+    run.log_every = 0;  // standard output belongs to the program
+  } else {
+    if (!keys.has("epochs")) keys.require("steps", "the number of steps");
+    keys.require("global_batch", "the number of sequences a step, over all ranks");
+  }
   keys.read("steps", run.steps, "number of updates; 0: only evaluate and save", kNotNegative);
   keys.read("epochs", run.epochs,
             "passes over the training data, instead of steps; 0: steps is used", kNotNegative);
@@ -223,7 +228,10 @@ void read_train(OptionReader& keys, const Config& config, RunConfig& run) {
   keys.read("accumulation", run.accumulation,
             "micro-batches into which a rank splits its samples of a step", kAtLeastOne);
   keys.read_path("log", run.log, "file for JSON lines, one per step");
-  keys.read("log_every", run.log_every, "steps per printed line", kAtLeastOne);
+  keys.read("log_every", run.log_every,
+            "steps per printed line; 0, which is the default without a section data: nothing is "
+            "printed but warnings, on standard error",
+            kNotNegative);
   keys.read_path("save", run.save,
                  "file of the final weights, for torch.load if it ends in .pt, .pth or .bin, else "
                  "safetensors; with / at its end, a folder to which every rank writes its part of "

@@ -4,7 +4,7 @@
 
 #include "tessera/detail/report_to_launcher.h"
 #include "tessera/step/agreement.h"
-#include "train/run/run.h"
+#include "train/run/run_loop.h"
 
 namespace tessera::train {
 namespace {
@@ -35,7 +35,7 @@ TrainResult run_with_rollbacks(const Config& config, ProcessGroup group, Heartbe
   for (;;) {
     Run run(before ? again : config, group, left_out, heartbeat);
     on_start();
-    TrainResult result = run.run();
+    TrainResult result = RunLoop(run).run();
     if (before) prepend(*before, result);
     if (!run.rollback()) {
       if (result.interrupted_by != 0)

@@ -16,6 +16,7 @@
 #include "tessera/launch.h"
 #include "tessera/step/agreement.h"
 #include "tessera/train.h"
+#include "train/config/config_sections.h"
 #include "train/program/run_with_rollbacks.h"
 #include "train/run/stop_requests.h"
 #include "train/watch/watchdog.h"
@@ -135,6 +136,7 @@ int train_main(int argc, char** argv) {
       std::fputs(first_of_host() ? print.c_str() : "", stdout);
       return 0;
     }
+    train::require_datasets(config);
     check_config_files(config);
   } catch (const std::exception& error) {
     say_before_start(message_of(error));

@@ -58,6 +58,10 @@ std::string others(const Figures& figures) {
 
 }  // namespace
 
+void say_without_output(const std::string& text) {
+  if (text.rfind("warning", 0) == 0) std::fprintf(stderr, "tessera: %s\n", text.c_str());
+}
+
 Reporter::Reporter(const Config& config, int64_t first_step)
     : config_(config), log_(nullptr, &std::fclose), terminal_(on_terminal()) {
   open_log(first_step);
@@ -91,6 +95,7 @@ Reporter::File Reporter::open_locked(const std::string& path) const {
 Reporter::~Reporter() { clear_bar(); }
 
 void Reporter::line(const std::string& text) {
+  if (config_.train.log_every == 0) return say_without_output(text);
   clear_bar();
   std::fputs((text + "\n").c_str(), stdout);
   std::fflush(stdout);
@@ -103,18 +108,22 @@ void Reporter::step(const StepRecord& record, int64_t steps) {
   seconds_ += record.ms / 1000;
   samples_ += record.samples;
   tokens_ += record.tokens;
-  if (done_ % config_.train.log_every == 0 || done_ == steps || record.step == 0) {
-    const std::string last = std::to_string(steps - 1);
+  const int64_t every = config_.train.log_every;
+  if (every == 0) return;
+  if (done_ % every == 0 || done_ == steps || record.step == 0) {
+    const bool endless = steps == kEndless;
+    const std::string last = endless ? "" : std::to_string(steps - 1);
     const double rate = static_cast<double>(record.tokens > 0 ? record.tokens : record.samples) /
                         (record.ms / 1000);
     line(fmt::format(
-        "step {:>{}}/{}  loss {:.4f}{}  grad_norm {:.4f}  lr {:.3e}  {:.1f} ms  {:.0f} {}/s  ETA "
-        "{}",
-        record.step, last.size(), last, record.loss, others(record.figures), record.grad_norm,
-        record.lr, record.ms, rate, record.tokens > 0 ? "tokens" : "samples",
-        duration(seconds_ / static_cast<double>(timed_) * static_cast<double>(steps - done_))));
+        "step {:>{}}{}{}  loss {:.4f}{}  grad_norm {:.4f}  lr {:.3e}  {:.1f} ms  {:.0f} {}/s{}",
+        record.step, last.size(), endless ? "" : "/", last, record.loss, others(record.figures),
+        record.grad_norm, record.lr, record.ms, rate, record.tokens > 0 ? "tokens" : "samples",
+        endless ? ""
+                : "  ETA " + duration(seconds_ / static_cast<double>(timed_) *
+                                      static_cast<double>(steps - done_))));
   }
-  draw_bar();
+  if (steps != kEndless) draw_bar();
 }
 
 void Reporter::log(const StepRecord& record) {

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstdio>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -18,6 +19,12 @@
 #include "train/report/records.h"
 
 namespace tessera::train {
+
+/// The number of steps of a run that has no end.
+constexpr int64_t kEndless = std::numeric_limits<int64_t>::max();
+
+/// For a run with train.log_every 0, which prints nothing: warnings go to standard error.
+void say_without_output(const std::string& text);
 
 /// The output of a run: lines on standard output, a progress bar below them on a terminal (or with
 /// TESSERA_TTY=1, which the launcher sets when it forwards this rank's output to a terminal), and

@@ -26,10 +26,16 @@ std::string placed(const Error& error, const Heartbeat& heartbeat) {
 
 }  // namespace
 
-TrainResult Run::run() {
+Run::Run(const Config& config, ProcessGroup group, std::set<int64_t> left_out, Heartbeat& heartbeat,
+         RunSource source)
+    : PreparedRun(config, std::move(group), source, heartbeat) {
+  now_.left_out.merge(left_out);
+}
+
+void Run::placing_errors(const std::function<void()>& part) {
   const Heartbeat& heartbeat = context_.heartbeat;
   try {
-    return run_to_end();
+    part();
   } catch (const BrokenWorldError& error) {
     throw BrokenWorldError(placed(error, heartbeat), error.ranks());
   } catch (const AgreedError& error) {
@@ -42,12 +48,26 @@ TrainResult Run::run() {
   }
 }
 
-TrainResult Run::run_to_end() {
+void Run::begin() {
   report_start(context_, *data_, *weights_, checkpoints_->resumed(), now_.done);
   now_.result.first_step = now_.done;
   call_hooks(&RunHook::before_run, now_.record.figures);
   run_due_evaluation();
-  train();
+  data_->start(now_.done);
+}
+
+bool Run::goes_on() {
+  if (stops_.stopped() || now_.done >= data_->iterations()) return false;
+  load();
+  return true;
+}
+
+void Run::on_join(const JoinIteration& iteration) {
+  now_.active_ranks = iteration.active_ranks;
+  wrapper_->joinable()->on_join_iteration(iteration);
+}
+
+TrainResult Run::end() {
   if (!faults_->ended()) finish();
   record_end(context_, *data_,
              faults_->ended()       ? "ended by a fault"
@@ -62,39 +82,6 @@ TrainResult Run::run_to_end() {
   return std::move(now_.result);
 }
 
-void Run::train() {
-  data_->start(now_.done);
-  const auto begin = [this] { context_.heartbeat.enter(Phase::loading, now_.done); };
-  if (data_->joins()) {
-    JoinOptions options;
-    options.divide_by_initial_world_size = false;  // a mean over the ranks with data
-    join({static_cast<Joinable&>(*this)}, options, [&](JoinLoop& loop) {
-      while (!stops_.stopped() && data_->has_samples(now_.done)) {
-        begin();
-        loop.next();
-        iteration(data_->next());
-      }
-    });
-  } else {
-    while (!stops_.stopped() && now_.done < data_->iterations()) {
-      begin();
-      iteration(data_->next());
-    }
-  }
-}
-
-void Run::on_join_iteration(const JoinIteration& iteration) {
-  now_.active_ranks = iteration.active_ranks;
-  wrapper_->joinable()->on_join_iteration(iteration);
-}
-
-void Run::shadow_step() {
-  context_.heartbeat.enter(Phase::loading, now_.done);
-  iteration(std::nullopt);
-}
-
-/// One step, and the evaluation, log line and checkpoint after it. A rank without a batch only
-/// takes part in the collectives of the others.
 void Run::iteration(std::optional<Batch> batch) {
   train_step(std::move(batch));
   if (faults_->ended()) {
@@ -162,7 +149,7 @@ void Run::train_step(std::optional<Batch> batch) {
   record.ms = seconds.count() * 1000;
   record.epoch = data_->progress(now_.done + 1).epoch;
   record.samples = data_->samples_in(now_.done);
-  record.tokens = record.samples * data_->splits().train->tokens_per_sample();
+  record.tokens = record.samples * data_->tokens_per_sample();
   now_.result.losses.push_back(record.loss);
   now_.result.grad_norms.push_back(record.grad_norm);
   if (context_.reporter) context_.reporter->step(record, data_->iterations());
@@ -204,15 +191,6 @@ void Run::call_hooks(void (RunHook::*call)(RunState&), const StepRecord::Figures
     (*hook.*call)(state);
     if (state.stop && context_.groups->ask_to_stop()) stops_.stop();
   }
-}
-
-/// The model has the averaged weights, if there are any, between one call and the next.
-void Run::swap_average() {
-  if (!average_) return;
-  const torch::NoGradGuard no_grad;
-  wrapper_->before_shard_writes();
-  average_->swap();
-  wrapper_->publish_shards();
 }
 
 /// Each group evaluates its own parameters; the result is the mean over the groups.

@@ -20,6 +20,12 @@
 
 namespace tessera::train {
 
+/// Where a run gets its samples from.
+enum class RunSource {
+  datasets,  ///< the config's
+  program,   ///< GivenData
+};
+
 /// Where a run is.
 struct RunPosition {
   int64_t done = 0;             ///< iterations
@@ -30,53 +36,29 @@ struct RunPosition {
   TrainResult result;
 };
 
-/// One run on one rank. The members are in the order of their construction. In a join the run is
-/// the only Joinable: a rank without data goes through the same steps and evaluations, without a
-/// batch.
-class Run : private Joinable {
+/// The parts of one run on one rank, before the first step. The members are in the order of their
+/// construction. Collective unless marked "Local.".
+class PreparedRun {
  public:
-  /// `left_out`: numbers of steps that are not trained.
-  /// `heartbeat`: is told what the run does.
-  Run(const Config& config, ProcessGroup group, std::set<int64_t> left_out, Heartbeat& heartbeat);
-  TrainResult run();
-  /// After run(): the step that is to be left out by a new run from the last sound checkpoint.
+  const RunContext& context() const { return context_; }  ///< Local.
+  ModelWrapper& wrapper() { return *wrapper_; }           ///< Local.
+  RunData& data() { return *data_; }                      ///< Local.
+  const RunPosition& now() const { return now_; }         ///< Local.
+  /// After the run: the step that is to be left out by a new run from the last sound checkpoint.
   std::optional<int64_t> rollback() const { return faults_->rollback(); }
-  /// After run(): it was interrupted, and this rank got a signal.
+  /// After the run: it was interrupted, and this rank got a signal.
   bool interrupted_here() const { return stops_.here(); }
-
- private:
-  // run_prepare.cpp
-  void prepare();
-  void make();
-  void restore();
-  void start_averaging(const std::vector<at::Tensor>& averages, int64_t updates);
-  SavedState state() const;
-
-  ProcessGroup join_group() const override { return context_.group; }
-  void on_join_iteration(const JoinIteration& iteration) override;
-  void shadow_step() override;
-  void finish_join(int last_active_rank) override {
-    wrapper_->joinable()->finish_join(last_active_rank);
-  }
-
-  // run.cpp
-  TrainResult run_to_end();
-  void train();
-  void iteration(std::optional<Batch> batch);
-  void train_step(std::optional<Batch> batch);
-  void compare_replicas();
-  void call_hooks(void (RunHook::*call)(RunState&), const StepRecord::Figures& figures);
-  std::map<std::string, double> figures_on(const Dataset& data, int64_t max_samples);
+  /// The model has the averaged weights, if there are any, between one call and the next.
   void swap_average();
-  void evaluate();
-  void run_due_evaluation();
-  void save_checkpoint();
-  void finish();
+
+ protected:
+  PreparedRun(const Config& config, ProcessGroup group, RunSource source, Heartbeat& heartbeat);
+  SavedState state() const;
 
   RunContext context_;
   c10::OptionalDeviceGuard on_device_;
   std::optional<RunCheckpoints> checkpoints_;
-  std::optional<RunData> data_;
+  std::unique_ptr<RunData> data_;
   TrainedModel model_;
   std::optional<RunWeights> weights_;
   std::vector<std::shared_ptr<RunHook>> hooks_;
@@ -87,6 +69,48 @@ class Run : private Joinable {
   std::optional<EarlyStop> early_stop_;
   StopRequests stops_;
   RunPosition now_;
+
+ private:
+  void prepare(RunSource source);
+  void make();
+  void restore();
+  void start_averaging(const std::vector<at::Tensor>& averages, int64_t updates);
+};
+
+/// One run on one rank, step by step: begin(), iteration() for each batch, end().
+class Run : public PreparedRun {
+ public:
+  /// `left_out`: numbers of steps that are not trained.
+  /// `heartbeat`: is told what the run does.
+  Run(const Config& config, ProcessGroup group, std::set<int64_t> left_out, Heartbeat& heartbeat,
+      RunSource source = RunSource::datasets);
+
+  /// What comes before the first step: the first lines, hooks, an evaluation that is due.
+  void begin();
+  bool stopped() const { return stops_.stopped(); }  ///< Local.
+  bool failed() const { return faults_->ended(); }   ///< end() throws. Local.
+  /// Whether a step follows, for which this rank loads its batch now. Local.
+  bool goes_on();
+  void load() { context_.heartbeat.enter(Phase::loading, now_.done); }  ///< Local.
+  /// For joins: which ranks have data in the next iteration. Local.
+  void on_join(const JoinIteration& iteration);
+  /// One step, and the evaluation, log line and checkpoint after it. A rank without a batch only
+  /// takes part in the collectives of the others.
+  void iteration(std::optional<Batch> batch);
+  /// The end of the run, also after a fault: its files and its result, or its error.
+  TrainResult end();
+  /// Errors that all ranks have say where the run was.
+  void placing_errors(const std::function<void()>& part);
+  void save_checkpoint();
+
+ private:
+  void train_step(std::optional<Batch> batch);
+  void compare_replicas();
+  void call_hooks(void (RunHook::*call)(RunState&), const StepRecord::Figures& figures);
+  std::map<std::string, double> figures_on(const Dataset& data, int64_t max_samples);
+  void evaluate();
+  void run_due_evaluation();
+  void finish();
 };
 
 }  // namespace tessera::train

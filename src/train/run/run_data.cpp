@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "tessera/error.h"
+#include "train/config/config_sections.h"
 
 namespace tessera::train {
 namespace {
@@ -21,12 +22,15 @@ Batch part_of(const Batch& batch, int64_t begin, int64_t count) {
 
 }  // namespace
 
-RunData::RunData(const RunContext& context)
+RunData::RunData(const RunContext& context, std::nullopt_t)
     : config_(context.config),
       rank_(context.group.rank()),
       world_(context.group.size()),
-      device_(context.device),
-      splits_(config_.data.plan.load()) {
+      device_(context.device) {}
+
+RunData::RunData(const RunContext& context) : RunData(context, std::nullopt) {
+  require_datasets(config_);
+  splits_ = config_.data.plan.load();
   if (!splits_.train)
     throw UsageError(config_.at("data.type") + config_.data.type + " gives no training data");
   sampler_.emplace(splits_.train->size(), config_.data.order, config_.data.seed);
@@ -95,9 +99,12 @@ std::vector<Batch> RunData::parts_of(Batch batch) {
   batch = copies_.to_device(std::move(batch), device_);
   const int64_t parts = config_.train.accumulation;
   if (parts == 1) return {std::move(batch)};
-  const int64_t size = batch.inputs.size(0) / parts;
+  const int64_t size = batch.inputs.size(0) / parts, longer = batch.inputs.size(0) % parts;
   std::vector<Batch> result;
-  for (int64_t i = 0; i < parts; ++i) result.push_back(part_of(batch, i * size, size));
+  for (int64_t i = 0, first = 0; i < parts; ++i) {
+    result.push_back(part_of(batch, first, size + (i < longer)));
+    first += result.back().inputs.size(0);
+  }
   return result;
 }
 

@@ -5,6 +5,7 @@
 #include "tessera/train/devices.h"
 #include "train/report/prepare_outputs.h"
 #include "train/run/build_model.h"
+#include "train/run/given_data.h"
 #include "train/run/run.h"
 #include "train/run/run_contract.h"
 #include "train/run/run_records.h"
@@ -29,9 +30,9 @@ at::Device device_of_run(const Config& config, int local_rank) {
 
 }  // namespace
 
-Run::Run(const Config& config, ProcessGroup group, std::set<int64_t> left_out, Heartbeat& heartbeat)
+PreparedRun::PreparedRun(const Config& config, ProcessGroup group, RunSource source,
+                         Heartbeat& heartbeat)
     : context_{config, std::move(group), heartbeat} {
-  now_.left_out = std::move(left_out);
   ProcessGroup& all = context_.group;
   heartbeat.enter(Phase::starting, 0);
   agree(all, [&] {
@@ -50,7 +51,7 @@ Run::Run(const Config& config, ProcessGroup group, std::set<int64_t> left_out, H
   ProcessGroup own = context_.own_group();
   const ProcessGroup layers = config.model.plan.communicates ? *own.split(0) : own;
   heartbeat.enter(Phase::starting, 0);
-  agree(all, [&] { prepare(); });
+  agree(all, [&] { prepare(source); });
   check_same_data(config, data_->splits(), all);
   // After prepare() has succeeded on all ranks, because constructing a model may be collective.
   heartbeat.enter(Phase::starting, 0);
@@ -65,9 +66,10 @@ Run::Run(const Config& config, ProcessGroup group, std::set<int64_t> left_out, H
   warn_of_space(context_, weights_->bytes(true), "the weights take", true);
 }
 
-void Run::prepare() {
+void PreparedRun::prepare(RunSource source) {
   const Config& config = context_.config;
-  data_.emplace(context_);
+  data_ = source == RunSource::datasets ? std::make_unique<RunData>(context_)
+                                        : std::make_unique<GivenData>(context_);
   if (context_.first()) {
     const Checkpoint* resumed = checkpoints_->resumed();
     prepare_outputs(config);
@@ -82,7 +84,7 @@ void Run::prepare() {
   }
 }
 
-void Run::make() {
+void PreparedRun::make() {
   const Config& config = context_.config;
   wrapper_ = config.parallel.plan.make(
       {model_, config.preprocessor, context_.own_group(), config.optimizer});
@@ -114,7 +116,7 @@ void Run::make() {
 }
 
 /// Within Checkpoint::read_together().
-void Run::restore() {
+void PreparedRun::restore() {
   const SavedState state = checkpoints_->read_state();
   named(checkpoints_->state_file() + ": ", [&] {
     data_->load_state(state.data, state.step);
@@ -135,7 +137,7 @@ void Run::restore() {
 }
 
 /// `averages`: those of a checkpoint, or none.
-void Run::start_averaging(const std::vector<at::Tensor>& averages, int64_t updates) {
+void PreparedRun::start_averaging(const std::vector<at::Tensor>& averages, int64_t updates) {
   const EmaConfig& config = context_.config.train.ema;
   std::vector<at::Tensor> live;
   for (const auto& shard : wrapper_->shards()) live.push_back(shard.tensor);
@@ -145,7 +147,15 @@ void Run::start_averaging(const std::vector<at::Tensor>& averages, int64_t updat
   if (averages.size() == shards) average_->load(averages, updates);
 }
 
-SavedState Run::state() const {
+void PreparedRun::swap_average() {
+  if (!average_) return;
+  const torch::NoGradGuard no_grad;
+  wrapper_->before_shard_writes();
+  average_->swap();
+  wrapper_->publish_shards();
+}
+
+SavedState PreparedRun::state() const {
   const Config& config = context_.config;
   SavedState state;
   state.step = now_.done;

@@ -65,7 +65,7 @@ void report_start(const RunContext& context, const RunData& data, const RunWeigh
   const int ranks = context.group.size();
   context.say(
       fmt::format("{} with {} parameters; {}{}; {}, parallel: {}, {} rank{} ({}){}", model,
-                  weights.elements(), splits.train->describe(),
+                  weights.elements(), data.describe(),
                   splits.val ? fmt::format(", evaluation on {} samples", splits.val->size()) : "",
                   optimizer, parallel, ranks, ranks == 1 ? "" : "s", context.group.backend_name(),
                   context.groups->note()));

@@ -28,6 +28,8 @@ struct RunContext {
   void say(const std::string& text) const {
     if (reporter) {
       reporter->line(text);
+    } else if (config.train.log_every == 0) {
+      if (first()) say_without_output(text);
     } else if (first()) {
       std::puts(text.c_str());
       std::fflush(stdout);

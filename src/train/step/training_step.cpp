@@ -51,6 +51,14 @@ TrainingStep::TrainingStep(ModelWrapper& model, OptimWrapperOptions options, LrS
     base_lrs_.push_back(group.options().get_lr());
 }
 
+double StepInput::divisor_of(int64_t part) const {
+  if (parts.empty()) return 1;
+  int64_t all = 0;
+  for (const auto& each : parts) all += each.inputs.size(0);
+  return static_cast<double>(all) /
+         static_cast<double>(parts[static_cast<size_t>(part)].inputs.size(0));
+}
+
 StepResult TrainingStep::run(const Progress& progress, const StepInput& input,
                              const FaultPolicy& policy, bool figures_of_all) {
   StepResult result;
@@ -59,13 +67,14 @@ StepResult TrainingStep::run(const Progress& progress, const StepInput& input,
   for (int64_t i = 0; i < count; ++i) {
     const auto no_sync = i + 1 < count ? model_.no_sync() : nullptr;
     at::Tensor loss;
+    const double divisor = input.divisor_of(i);
     if (!input.parts.empty()) {
       const Batch part = model_.prepared(input.parts[static_cast<size_t>(i)]);
       const Autocast autocast(options_.autocast);
       loss = model_.forward(part);
     }
-    backward(loss, static_cast<double>(count) / input.weight);
-    if (loss.defined()) add_figures(result.record.figures);
+    backward(loss, divisor / input.weight);
+    if (loss.defined()) add_figures(result.record.figures, 1 / divisor);
   }
   average(input, figures_of_all, result);
   result.norm = std::nan("");
@@ -96,10 +105,9 @@ void TrainingStep::backward(const at::Tensor& loss, double divisor) {
   model_.backward(scaler_.scale(divisor == 1 ? loss : loss / divisor));
 }
 
-/// Adds the figures of one micro-batch of this rank to those of the step.
-void TrainingStep::add_figures(StepRecord::Figures& figures) const {
+/// Adds the figures of a micro-batch, which has this share of the rank's samples.
+void TrainingStep::add_figures(StepRecord::Figures& figures, double share) const {
   const auto& values = model_.figures();
-  const auto share = 1 / static_cast<double>(options_.accumulative_counts);
   const auto numbers = read_figures(values);
   figures.resize(values.size());
   for (size_t i = 0; i < values.size(); ++i) {
@@ -116,7 +124,7 @@ void TrainingStep::average(const StepInput& input, bool figures_of_all, StepResu
   std::vector<double> sums{data ? input.weight * result.own_loss : 0.0};
   const auto flags = input.flags ? input.flags() : std::vector<double>();
   sums.insert(sums.end(), flags.begin(), flags.end());
-  for (const auto& [name, value] : result.record.figures) sums.push_back(value);
+  for (const auto& [name, value] : result.record.figures) sums.push_back(input.weight * value);
   ProcessGroup group = model_.group();
   const at::Tensor sum = at::tensor(sums, at::kDouble).to(group.control_device());
   group.all_reduce(sum, 1, "figures of the step");

@@ -33,6 +33,9 @@ struct StepInput {
   bool left_out = false;     ///< nothing is trained, on any rank
   /// Called after the last backward: numbers that are summed over the ranks. Empty: none.
   std::function<std::vector<double>()> flags = {};
+
+  /// Samples of this rank to those of a micro-batch: that part of the mean over its samples.
+  double divisor_of(int64_t part) const;
 };
 
 struct StepResult {
@@ -66,7 +69,7 @@ class TrainingStep {
 
  private:
   double set_learning_rates(const Progress& progress);
-  void add_figures(StepRecord::Figures& figures) const;
+  void add_figures(StepRecord::Figures& figures, double share) const;
   void average(const StepInput& input, bool figures_of_all, StepResult& result) const;
 
   ModelWrapper& model_;

@@ -1,0 +1,262 @@
+#include "tessera/train/training_session.h"
+
+#include <cmath>
+#include <sstream>
+
+#include <fmt/format.h>
+
+#include "tessera/error.h"
+#include "tessera/step/agreement.h"
+#include "train/run/given_data.h"
+#include "train/run/run.h"
+
+namespace tessera {
+namespace {
+
+/// Of a batch without tensors 0; -1 for a batch that check_batch() refuses.
+int64_t samples_of(const Batch& batch) {
+  if (!batch.inputs.defined()) return batch.targets.defined() ? -1 : 0;
+  const int64_t count = batch.inputs.dim() > 0 ? batch.inputs.size(0) : -1;
+  const bool fits =
+      !batch.targets.defined() || (batch.targets.dim() > 0 && batch.targets.size(0) == count);
+  return fits ? count : -1;
+}
+
+std::string shape_of(const at::Tensor& tensor) {
+  return tensor.defined() ? fmt::format("a tensor of shape {}", c10::str(tensor.sizes()))
+                          : "no tensor";
+}
+
+void check_batch(const std::string& function, const Batch& batch, int64_t parts) {
+  const int64_t count = samples_of(batch);
+  if (count < 0)
+    throw UsageError(
+        fmt::format("TrainingSession.{}: inputs are {} and targets {}; expected the "
+                    "samples of this rank in dimension 0 of both",
+                    function, shape_of(batch.inputs), shape_of(batch.targets)));
+  if (count > 0 && count < parts)
+    throw UsageError(
+        fmt::format("TrainingSession.{}: {} samples, and train.accumulation is {}; "
+                    "expected as many samples or more, or none",
+                    function, count, parts));
+}
+
+/// The numbers of samples of all ranks. Throws on all if a rank has a batch that is refused.
+std::vector<int64_t> gather_counts(const char* function, ProcessGroup group, const Batch& batch,
+                                   int64_t parts) {
+  int64_t mine = samples_of(batch);
+  if (mine > 0 && mine < parts) mine = -1;
+  const at::Tensor all =
+      group.all_gather(at::tensor({mine}, at::kLong).to(group.control_device())).cpu();
+  const auto* counts = all.data_ptr<int64_t>();
+  std::vector<int64_t> result(counts, counts + group.size());
+  for (const int64_t count : result)
+    if (count < 0) agree(group, [&] { check_batch(function, batch, parts); });
+  return result;
+}
+
+JoinIteration iteration_of(const std::vector<int64_t>& counts) {
+  JoinIteration iteration{0, -1, 0, {}};
+  for (size_t rank = 0; rank < counts.size(); ++rank) {
+    iteration.has_data.push_back(counts[rank] > 0);
+    iteration.active_ranks += counts[rank] > 0;
+    if (counts[rank] > 0 && iteration.first_active < 0)
+      iteration.first_active = static_cast<int>(rank);
+  }
+  iteration.divisor = iteration.active_ranks;
+  if (iteration.active_ranks == static_cast<int>(counts.size())) iteration.has_data.clear();
+  return iteration;
+}
+
+/// Sets the evaluation mode while alive.
+struct Evaluating {
+  explicit Evaluating(torch::nn::Module& evaluated)
+      : module(evaluated), was(evaluated.is_training()) {
+    module.eval();
+  }
+  ~Evaluating() { module.train(was); }
+  Evaluating(const Evaluating&) = delete;
+
+  const torch::NoGradGuard no_grad = {};
+  torch::nn::Module& module;
+  const bool was;
+};
+
+}  // namespace
+
+struct TrainingSession::Impl {
+  Impl(Config given, ProcessGroup world)
+      : config(std::move(given)),
+        run(config, std::move(world), {}, heartbeat, train::RunSource::program),
+        data(static_cast<train::GivenData&>(run.data())) {
+    run.placing_errors([&] { run.begin(); });
+  }
+
+  ProcessGroup group() const { return run.context().own_group(); }
+
+  void require_open(const char* function) const {
+    const std::string at = fmt::format("TrainingSession.{}: ", function);
+    if (finished) throw UsageError(at + "called after finish(); expected no call");
+    if (run.now().done >= data.iterations())
+      throw UsageError(
+          fmt::format("{}train.steps is {}, and as many steps are done; expected "
+                      "finish()",
+                      at, run.now().done));
+    if (run.stopped())
+      throw UsageError(at + "a stop was asked for; expected finish() after SessionStep::stopped");
+  }
+
+  /// A batch for a forward pass of all ranks: this rank's, or, if it has no samples, the first
+  /// sample of `rank`, whose results are not used.
+  Batch filled(Batch batch, const std::vector<int64_t>& counts) const {
+    ProcessGroup ranks = group();
+    const int first = iteration_of(counts).first_active;
+    if (iteration_of(counts).active_ranks == ranks.size()) return batch;
+    const bool sends = ranks.rank() == first;
+    const auto share = [&](at::Tensor& tensor) {
+      const auto words = ranks.all_gather_bytes(sends && tensor.defined() ? layout_of(tensor) : "",
+                                                "layout of a sample");
+      const auto& layout = words[static_cast<size_t>(first)];
+      if (layout.empty()) return;
+      at::Tensor sample = sends ? tensor.narrow(0, 0, 1).contiguous() : tensor_like(layout);
+      ranks.broadcast(sample, first);
+      if (!tensor.defined() || tensor.size(0) == 0) tensor = sample;
+    };
+    share(batch.inputs);
+    share(batch.targets);
+    return batch;
+  }
+
+  /// The same on the model's device.
+  Batch batch_of_all(Batch batch, const std::vector<int64_t>& counts) {
+    return copies.to_device(filled(std::move(batch), counts), run.context().device);
+  }
+
+  std::string layout_of(const at::Tensor& tensor) const {
+    std::string text = std::to_string(static_cast<int>(tensor.scalar_type()));
+    for (const int64_t size : tensor.sizes().slice(1)) text += " " + std::to_string(size);
+    return text;
+  }
+
+  at::Tensor tensor_like(const std::string& layout) const {
+    std::istringstream in(layout);
+    int type = 0;
+    in >> type;
+    std::vector<int64_t> sizes{1};
+    for (int64_t size = 0; in >> size;) sizes.push_back(size);
+    return at::empty(sizes, at::TensorOptions(static_cast<at::ScalarType>(type)));
+  }
+
+  Config config;
+  train::Heartbeat heartbeat;
+  train::Run run;
+  train::GivenData& data;
+  train::DeviceCopies copies;
+  bool finished = false, joined = false;
+};
+
+TrainingSession::TrainingSession(Config config, ProcessGroup world)
+    : impl_(std::make_unique<Impl>(std::move(config), std::move(world))) {}
+TrainingSession::~TrainingSession() = default;
+TrainingSession::TrainingSession(TrainingSession&&) noexcept = default;
+TrainingSession& TrainingSession::operator=(TrainingSession&&) noexcept = default;
+
+SessionStep TrainingSession::step(const at::Tensor& inputs, const at::Tensor& targets) {
+  return step(Batch{inputs, targets, {}});
+}
+
+SessionStep TrainingSession::step(const Batch& batch) {
+  Impl& own = *impl_;
+  own.require_open("step");
+  SessionStep done;
+  own.run.placing_errors([&] {
+    own.run.load();
+    const auto counts = gather_counts("step", own.group(), batch, own.config.train.accumulation);
+    const JoinIteration iteration = iteration_of(counts);
+    done.step = own.run.now().done;
+    done.loss = done.grad_norm = std::nan("");
+    if (iteration.active_ranks == 0) return;
+    own.data.set_counts(counts);
+    const bool joins = own.data.joins();
+    if (joins || own.joined) own.run.on_join(iteration);
+    own.joined = joins;
+    const bool mine = counts[static_cast<size_t>(own.group().rank())] > 0;
+    own.run.iteration(mine ? std::optional(batch) : std::nullopt);
+    const train::StepRecord& record = own.run.now().record;
+    done.samples = record.samples;
+    done.loss = record.loss;
+    done.grad_norm = record.grad_norm;
+    done.lr = record.lr;
+    done.updated = std::isfinite(record.grad_norm);
+    done.figures.insert(record.figures.begin(), record.figures.end());
+    own.finished = own.run.failed();
+    if (own.finished) own.run.end();  // throws
+    done.stopped = own.run.stopped();
+  });
+  return done;
+}
+
+at::Tensor TrainingSession::predict(const at::Tensor& inputs) {
+  Impl& own = *impl_;
+  const auto counts = gather_counts("predict", own.group(), {inputs, {}, {}}, 1);
+  if (iteration_of(counts).active_ranks == 0) return at::empty({0});
+  const Batch batch = own.batch_of_all({inputs, {}, {}}, counts);
+  const Evaluating evaluating(model());
+  own.run.swap_average();
+  at::Tensor result = own.run.wrapper().val_step(batch);
+  own.run.swap_average();
+  const bool mine = counts[static_cast<size_t>(own.group().rank())] > 0;
+  return mine ? result : result.narrow(0, 0, 0);
+}
+
+std::map<std::string, double> TrainingSession::evaluate(const at::Tensor& inputs,
+                                                        const at::Tensor& targets) {
+  Impl& own = *impl_;
+  ProcessGroup group = own.group();
+  const auto counts = gather_counts("evaluate", group, {inputs, targets, {}}, 1);
+  if (iteration_of(counts).active_ranks == 0)
+    throw UsageError("TrainingSession.evaluate: no rank has a sample; expected some");
+  const Batch batch = own.batch_of_all({inputs, targets, {}}, counts);
+  const Evaluating evaluating(model());
+  own.run.swap_average();
+  const ParsedLosses losses = own.run.wrapper().val_losses(batch);
+  own.run.swap_average();
+  const auto numbers = train::read_figures(losses.values);
+  const auto weight = static_cast<double>(counts[static_cast<size_t>(group.rank())]);
+  std::vector<double> sums{weight};
+  for (const double number : numbers) sums.push_back(weight > 0 ? weight * number : 0);
+  const at::Tensor all = at::tensor(sums, at::kDouble).to(group.control_device());
+  group.all_reduce(all, 1, "evaluation");
+  const at::Tensor total = all.cpu();
+  std::map<std::string, double> figures;
+  for (size_t i = 0; i < numbers.size(); ++i)
+    figures[losses.values[i].first] =
+        total[static_cast<int64_t>(i) + 1].item<double>() / total[0].item<double>();
+  return figures;
+}
+
+std::string TrainingSession::save() {
+  Impl& own = *impl_;
+  if (own.finished)
+    throw UsageError("TrainingSession.save: called after finish(); expected no call");
+  if (own.config.checkpoint.folder.empty())
+    throw UsageError("TrainingSession.save: the config has no checkpoint.folder; expected one");
+  own.run.placing_errors([&] { own.run.save_checkpoint(); });
+  return own.run.now().result.checkpoint;
+}
+
+TrainResult TrainingSession::finish() {
+  Impl& own = *impl_;
+  if (own.finished)
+    throw UsageError("TrainingSession.finish: called a second time; expected one call");
+  own.finished = true;
+  TrainResult result;
+  own.run.placing_errors([&] { result = own.run.end(); });
+  return result;
+}
+
+int64_t TrainingSession::steps() const { return impl_->run.now().done; }
+torch::nn::Module& TrainingSession::model() const { return *wrapper().model().module; }
+ModelWrapper& TrainingSession::wrapper() const { return impl_->run.wrapper(); }
+
+}  // namespace tessera
