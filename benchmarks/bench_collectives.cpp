@@ -50,6 +50,7 @@ tessera::ProcessGroup join(const std::string& folder, tessera::Backend backend) 
   setenv("TESSERA_RENDEZVOUS", folder.c_str(), 1);
   tessera::ProcessGroupOptions options;
   options.backend = backend;
+  options.tune_process = true;
   return tessera::init_process_group(options);
 }
 

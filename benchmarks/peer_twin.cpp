@@ -195,6 +195,7 @@ int main(int argc, char** argv) {
     if (strategy != "ddp") wire.parameters = format;
   }
   const c10::DeviceGuard own_device(device);
+  options.tune_process = true;  // as the trainer does
   auto world = tessera::init_process_group(options);
   if (strategy == "startup") {
     world.all_reduce(torch::ones({1}));

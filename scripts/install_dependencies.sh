@@ -14,7 +14,8 @@ case "${1:-tests}" in
   tests)
     packages+=(
       libgtest-dev libgmock-dev libbenchmark-dev clang-format-14 clang-tidy-14
-      python3 python3-torch python3-numpy openmpi-bin iproute2
+      python3 python3-torch python3-numpy iproute2
+      libopenmpi-dev openmpi-bin libmpich-dev mpich
     )
     ;;
   *)

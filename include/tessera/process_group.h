@@ -63,8 +63,13 @@ struct CommStats {
 
 /// The transport of a group. Auto: shared memory within a host, TCP between hosts. Where the ranks
 /// of a host cannot map each other's memory, TCP is used there too, which is logged once with its
-/// reason. TCP, Gloo and MPI use messages alone, on one host too. Gloo is libtorch's; Auto uses it
+/// reason. TCP and Gloo use messages alone, on one host too. Gloo is libtorch's; Auto uses it
 /// instead of TCP if GLOO_DEVICE_TRANSPORT selects another transport of Gloo, such as TCP_TLS.
+///
+/// MPI: as Auto, with messages over the program's MPI in place of TCP between hosts, and on one
+/// host for all data. For groups of init_process_group(MPI_Comm) (tessera/mpi.h) alone; a
+/// UsageError in others. Threads of the group call MPI, so it takes MPI_THREAD_MULTIPLE; with less,
+/// TCP is used, which is logged once. The last such group must be destroyed before MPI_Finalize.
 enum class Backend { Auto, SharedMemory, Gloo, NCCL, MPI, TCP };
 
 struct ProcessGroupOptions {
@@ -98,12 +103,13 @@ struct ProcessGroupOptions {
   /// and those of its backend.
   at::DeviceType staged_device = at::kCPU;
 
-  /// Keep freed memory in the process (glibc: M_MMAP_MAX = 0, M_TRIM_THRESHOLD = max) and serve
-  /// libtorch's CPU tensors from malloc, so that a freed block fits the next tensor of its size.
-  /// Otherwise freed memory goes back to the system in every step, and the page faults on fresh
-  /// memory cost more than the computation. Process-wide. libtorch's CPU allocator is replaced only
-  /// if the program has not set its own. No effect when the world size is 1 or without glibc.
-  bool retain_freed_memory = true;
+  /// Tune the whole process for training: keep freed memory in it (glibc: M_MMAP_MAX = 0,
+  /// M_TRIM_THRESHOLD = max) and serve libtorch's CPU tensors from malloc, so that a freed block
+  /// fits the next tensor of its size. Otherwise freed memory goes back to the system in every
+  /// step, and the step pays for page faults on fresh memory. It stays so until the process ends.
+  /// libtorch's CPU allocator is replaced only if the program has not set its own. No effect when
+  /// the world size is 1 or without glibc. The trainer sets it.
+  bool tune_process = false;
 };
 
 /// A set of ranks that communicate. A value handle: copies share one state. A default-constructed
@@ -150,8 +156,8 @@ class ProcessGroup {
   /// "self" (one rank), "shm", "tcp" (with shared memory within each of several hosts), "gloo",
   /// "nccl", "mpi" or "c10d"; that of CPU tensors for staged tensors too. Local.
   std::string backend_name() const;
-  /// True when the ranks are on several hosts and exchange messages over TCP or Gloo. The wrappers
-  /// then have several collectives under way by default. Local.
+  /// True when the ranks are on several hosts and exchange messages over TCP, Gloo or MPI. The
+  /// wrappers then have several collectives under way by default. Local.
   bool messages_between_hosts() const;
   /// The device of small tensors whose values the host has and that are to be reduced: the CPU.
   /// With NCCL they travel beside the device's streams, so that the host does not wait for these.
@@ -271,7 +277,7 @@ class ProcessGroup {
   /// all-reduced is rounded on its owner too, so all ranks have the same bits. Other collectives
   /// and other dtypes are unchanged; float64 is a UsageError. Returns this group itself for
   /// float32, and if all ranks are on one host. Collective; the same format on every rank. Throws
-  /// UsageError for groups of from_c10d(), with check_results, with the backends NCCL and MPI, and
+  /// UsageError for groups of from_c10d(), with check_results, with the backend NCCL, and
   /// if the ranks of a host cannot share memory. Both groups share their stats(), and their
   /// collectives are compared in one order: a rank must call those of both in the order of the
   /// other ranks, and one that does not is an error on all ranks at once.

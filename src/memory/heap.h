@@ -4,7 +4,7 @@
 
 namespace tessera::memory {
 
-/// Implements ProcessGroupOptions::retain_freed_memory. Process-wide; no effect without glibc.
+/// Implements ProcessGroupOptions::tune_process. Process-wide; no effect without glibc.
 void retain_freed_memory();
 
 /// Returns the heap memory that is free now to the system, once. For use after a model's parameters

@@ -568,6 +568,18 @@ TEST(InitProcessGroup, NcclWithoutABuildOrDeviceIsAnError) {
               AnyOf(HasSubstr("TESSERA_WITH_NCCL"), HasSubstr("rank 0 of 2 sees no CUDA device")));
 }
 
+TEST(InitProcessGroup, MpiWithoutACommunicatorIsAnError) {
+  for (const auto& hosts : {std::vector<int>{}, {0, 1}, {0, 0, 1}}) {
+    const int world = hosts.empty() ? 2 : static_cast<int>(hosts.size());
+    const auto errors = run_ranks_catching(
+        world, [](ProcessGroup, int) {}, {.backend = Backend::MPI}, hosts);
+    for (int rank = 0; rank < world; ++rank)
+      EXPECT_THAT(message_of(errors[rank]),
+                  HasSubstr("rank " + std::to_string(rank) +
+                            ": backend is MPI, and this world was not made of a communicator"));
+  }
+}
+
 const auto kName = [](const auto& tested) { return "World" + std::to_string(tested.param.world); };
 INSTANTIATE_TEST_SUITE_P(Self, Collectives, ::testing::Values(Setting{1, Backend::Auto}), kName);
 const auto kGloo = ::testing::Values(Setting{2, Backend::Gloo}, Setting{3, Backend::Gloo},

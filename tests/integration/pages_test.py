@@ -12,6 +12,7 @@ SOURCE, BUILD = (pathlib.Path(word).resolve() for word in (sys.argv.pop(1), sys.
 EXAMPLES = {path.name: path.read_text() for path in (SOURCE / "examples").glob("*.cpp")}
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("OPENBLAS_CORETYPE", "WORLD_SIZE", "RANK")}
 ENVIRONMENT.update(PATH=f"{BUILD}/bin:{os.environ['PATH']}", OMP_NUM_THREADS="1", TESSERA=str(SOURCE))
+ENVIRONMENT.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", OMPI_MCA_rmaps_base_oversubscribe="1")
 LOSS = re.compile(r"loss (\d[\d.e+-]*)")
 
 
@@ -56,6 +57,18 @@ class Migrating(Page):
         self.assertEqual(LOSS.findall(before), LOSS.findall(after))
         self.assertIn("0 of 4 tensors differ", differences)
         self.assertIn("`0 of 4 tensors differ`", self.page)
+
+
+class Mpi(Page):
+    def test_both_programs_give_the_same_weights(self):
+        if not (BUILD / "bin/mpi_after").exists():
+            self.skipTest("no mpicxx when the build was configured; scripts/install_dependencies.sh installs libopenmpi-dev")
+        before, after, differences = self.follow("mpi.md")
+        self.whole("mpi_before.cpp")
+        self.whole("mpi_after.cpp")
+        self.assertEqual(len(LOSS.findall(before)), 5)
+        self.assertEqual(LOSS.findall(before), LOSS.findall(after))
+        self.assertIn("0 of 4 tensors differ", differences)
 
 
 class OwnLoop(Page):

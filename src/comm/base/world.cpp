@@ -13,7 +13,7 @@ World World::start(int rank, int size, const ProcessGroupOptions& options) {
   World world;
   world.rank = rank;
   world.size = size;
-  world.start_size = size;
+  world.start_group.size = size;
   world.world_ranks.resize(size);
   std::iota(world.world_ranks.begin(), world.world_ranks.end(), 0);
   world.options = options;

@@ -9,6 +9,10 @@
 #include "tessera/process_group.h"
 #include "tessera/wire.h"
 
+namespace tessera::detail {
+class Communicator;
+}
+
 namespace tessera::comm {
 
 class ProcessFailures;
@@ -27,7 +31,12 @@ struct World {
   std::string address;  ///< This host's address for the other hosts; empty if unknown.
   /// Shared by the members. Its keys are already prefixed for this group.
   c10::intrusive_ptr<c10d::Store> store;
-  int start_size = 1;  ///< Of the start-up group.
+  struct StartGroup {
+    int size = 1;
+    /// The program's own messages, if the group was made of them and sends data so. Null: not.
+    std::shared_ptr<detail::Communicator> communicator = nullptr;
+  };
+  StartGroup start_group;
   /// The store of the start-up group, for keys that all groups share. Null: `store` is that.
   c10::intrusive_ptr<c10d::Store> start_store;
   /// Rank 0 of the start-up group serves the store, which ends with it.

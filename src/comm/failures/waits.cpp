@@ -22,7 +22,7 @@ bool persists(const Condition& condition) {
 Waits::Waits(const World& world)
     : store_(store_of_start(world)),
       rank_(world.world_ranks[world.rank]),
-      size_(world.start_size),
+      size_(world.start_group.size),
       members_(world.world_ranks) {}
 
 void Waits::note(const std::vector<int>& missing, int64_t change) const {

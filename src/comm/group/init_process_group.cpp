@@ -3,14 +3,17 @@
 #include <mutex>
 
 #include <fmt/format.h>
+#include <spdlog/spdlog.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "comm/failures/process_failures.h"
 #include "comm/group/make_transport.h"
 #include "comm/group/process_group_impl.h"
+#include "comm/rendezvous/communicator_rendezvous.h"
 #include "comm/rendezvous/launch_environment.h"
 #include "comm/rendezvous/store_rendezvous.h"
 #include "memory/heap.h"
+#include "tessera/detail/communicator.h"
 #include "tessera/detail/report_to_launcher.h"
 #include "tessera/error.h"
 
@@ -40,6 +43,31 @@ ProcessGroup as_default(ProcessGroup group) {
   return group;
 }
 
+ProcessGroup connected(comm::World world, comm::StoreRendezvous rendezvous) {
+  if (world.options.tune_process) memory::retain_freed_memory();
+  world.hosts = std::move(rendezvous.hosts);
+  world.same_host = comm::all_equal(world.hosts);
+  world.address = std::move(rendezvous.address);
+  world.failures = std::make_shared<comm::ProcessFailures>();
+  auto transport = comm::make_transport(world);
+  return as_default(ProcessGroup(ProcessGroup::Impl::make(std::move(world), std::move(transport))));
+}
+
+/// Lets the program's own library carry the messages if any thread may call it, else TCP.
+void with_messages(comm::World& world, std::shared_ptr<detail::Communicator> communicator) {
+  const auto refusal = communicator->refuses_threads();
+  if (refusal.empty()) {
+    world.start_group.communicator = std::move(communicator);
+    return;
+  }
+  world.options.backend = Backend::Auto;
+  if (world.rank == 0)
+    spdlog::warn(
+        "tessera: messages between hosts travel over TCP, because {}; expected "
+        "MPI_THREAD_MULTIPLE with backend MPI",
+        refusal);
+}
+
 }  // namespace
 
 std::optional<ProcessGroup> default_process_group() {
@@ -50,15 +78,10 @@ std::optional<ProcessGroup> default_process_group() {
 }
 
 ProcessGroup init_process_group(ProcessGroupOptions options) {
-  if (options.timeout.count() <= 0) {
-    throw UsageError(fmt::format("init_process_group: timeout is {} ms; expected a positive one",
-                                 options.timeout.count()));
-  }
+  comm::check_timeout(options.timeout);
   auto environment =
       comm::read_launch_environment([](const char* name) { return std::getenv(name); });
   if (environment.size == 1) return as_default(ProcessGroup());
-
-  if (options.retain_freed_memory) memory::retain_freed_memory();
   // Each call makes another world with its own keys. Every rank makes the same number of calls. The
   // number keeps a rank from entering the store of the world before, which rank 0 may not have
   // left.
@@ -66,15 +89,27 @@ ProcessGroup init_process_group(ProcessGroupOptions options) {
   environment.world = calls;
   auto rendezvous = meet(environment, options.timeout);
   auto world = comm::World::start(environment.rank, environment.size, options);
-  world.hosts = std::move(rendezvous.hosts);
-  world.same_host = comm::all_equal(world.hosts);
-  world.address = std::move(rendezvous.address);
   world.store =
       c10::make_intrusive<c10d::PrefixStore>(fmt::format("world{}/", calls++), rendezvous.store);
-  world.failures = std::make_shared<comm::ProcessFailures>();
   world.rank_0_serves_store = !environment.agent_store;
-  auto transport = comm::make_transport(world);
-  return as_default(ProcessGroup(ProcessGroup::Impl::make(std::move(world), std::move(transport))));
+  return connected(std::move(world), std::move(rendezvous));
 }
 
+namespace detail {
+
+ProcessGroup init_process_group(std::shared_ptr<Communicator> communicator,
+                                ProcessGroupOptions options) {
+  if (communicator->size() == 1) {
+    comm::check_timeout(options.timeout);
+    return as_default(ProcessGroup());
+  }
+  auto rendezvous = comm::rendezvous_over_communicator(*communicator, options);
+  auto world = comm::World::start(communicator->rank(), communicator->size(), options);
+  world.store = rendezvous.store;
+  world.rank_0_serves_store = true;
+  if (options.backend == Backend::MPI) with_messages(world, std::move(communicator));
+  return connected(std::move(world), std::move(rendezvous));
+}
+
+}  // namespace detail
 }  // namespace tessera

@@ -80,18 +80,19 @@ std::unique_ptr<Transport> connect(const World& world) {
     with_device.device = nccl_backend(world);
     return connect_device(with_device);
   }
-  if (backend == Backend::MPI) return make_message_transport(world, make_mpi_mailbox(world));
   if (backend == Backend::Gloo) return make_message_transport(world, make_gloo_mailbox(world));
   if (backend == Backend::TCP) return make_message_transport(world, make_tcp_mailbox(world));
   std::string reason = "its ranks are on several hosts";
   std::unique_ptr<Transport> shared;
+  if (backend == Backend::MPI && world.same_host)
+    return make_message_transport(world, make_communicator_mailbox(world));
   if (world.same_host) shared = make_shm_transport(world, reason);
   if (shared) return shared;
   if (backend == Backend::SharedMemory) {
     throw UsageError(fmt::format("ProcessGroup: rank {}: backend SharedMemory cannot be used: {}",
                                  world.rank, reason));
   }
-  if (backend == Backend::Auto && has_two_levels(world)) {
+  if ((backend == Backend::Auto || backend == Backend::MPI) && has_two_levels(world)) {
     if (auto two_levels = make_hosts_transport(world, reason)) return two_levels;
     if (world.rank == 0) {
       spdlog::warn("tessera: using messages within the hosts instead of shared memory, because {}",

@@ -47,7 +47,7 @@ bool ProcessGroup::same_host() const { return impl_->world.same_host; }
 
 bool ProcessGroup::messages_between_hosts() const {
   const auto backend = backend_name();
-  return !same_host() && (backend == "tcp" || backend == "gloo");
+  return !same_host() && (backend == "tcp" || backend == "gloo" || backend == "mpi");
 }
 
 int ProcessGroup::local_rank() const {

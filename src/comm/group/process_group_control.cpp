@@ -168,7 +168,7 @@ ProcessGroup ProcessGroup::with_wire(WireFormat format) {
   };
   const auto backend = impl_->world.options.backend;
   needs(impl_->world.store != nullptr, "a group with a store; this one was made by the caller");
-  needs(backend != Backend::NCCL && backend != Backend::MPI && !impl_->world.device &&
+  needs(backend != Backend::NCCL && !impl_->world.device &&
             impl_->world.options.staged_device == at::kCPU,
         fmt::format("the backend Auto; this group has {}", backend_name()));
   needs(!impl_->world.options.check_results, "check_results off; it compares exact sums");

@@ -42,17 +42,17 @@ class Mailbox {
 /// BrokenWorldError when they do not, and UsageError for a GLOO_SOCKET_IFNAME without an address.
 std::unique_ptr<Mailbox> make_tcp_mailbox(const World& world);
 
-/// make_tcp_mailbox(), or make_gloo_mailbox() if GLOO_DEVICE_TRANSPORT selects a transport of Gloo
-/// other than TCP, such as TCP_TLS.
+/// make_communicator_mailbox() with Backend::MPI, else make_gloo_mailbox() if GLOO_DEVICE_TRANSPORT
+/// selects a transport of Gloo other than TCP, such as TCP_TLS; else make_tcp_mailbox().
 std::unique_ptr<Mailbox> make_default_mailbox(const World& world);
 
 /// Connects the members through Gloo; on loopback alone when the world is on one host. Collective:
 /// blocks until all members have connected. Throws BrokenWorldError when they cannot.
 std::unique_ptr<Mailbox> make_gloo_mailbox(const World& world);
 
-/// Connects the members through MPI. Throws UsageError where this build has no MPI, or when MPI
-/// gives this process another rank or another world size. Implemented by mpi_mailbox.cpp or
-/// no_mpi.cpp, of which CMake compiles one.
-std::unique_ptr<Mailbox> make_mpi_mailbox(const World& world);
+/// Messages over the program's MPI, on a communicator of the members alone. Collective: blocks
+/// until all members have come. Throws UsageError if the world was not made of a communicator, and
+/// BrokenWorldError if members do not come.
+std::unique_ptr<Mailbox> make_communicator_mailbox(const World& world);
 
 }  // namespace tessera::comm

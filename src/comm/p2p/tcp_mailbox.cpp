@@ -1,22 +1,20 @@
 #include <atomic>
-#include <cerrno>
 #include <cstdlib>
 #include <mutex>
 #include <sstream>
 #include <stdexcept>
-#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include <fmt/format.h>
-#include <sys/random.h>
 
 #include "comm/base/roll_call.h"
 #include "comm/base/sigpipe_blocked.h"
 #include "comm/p2p/mailbox.h"
 #include "comm/p2p/tcp_connections.h"
 #include "comm/store/addresses.h"
+#include "comm/store/secret.h"
 #include "tessera/detail/classic.h"
 #include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
@@ -122,15 +120,6 @@ void TcpMessage::abort() noexcept {
   parcel_.ready.notify_all();
 }
 
-std::string random_token() {
-  unsigned char bytes[kTokenBytes / 2];
-  if (::getrandom(bytes, sizeof bytes, 0) != sizeof bytes)
-    throw std::system_error(errno, std::generic_category(), "getrandom");
-  std::string text;
-  for (const unsigned char byte : bytes) text += fmt::format("{:02x}", byte);
-  return text;
-}
-
 std::string address_to_listen_at(const World& world) {
   if (world.same_host) return "127.0.0.1";
   const char* const interface = std::getenv("GLOO_SOCKET_IFNAME");
@@ -165,7 +154,7 @@ std::unique_ptr<Mailbox> make_tcp_mailbox(const World& world) {
         ranks);
   };
   try {
-    TcpAddress own{address_to_listen_at(world), random_token()};
+    TcpAddress own{address_to_listen_at(world), random_token(kTokenBytes)};
     auto listener = std::move(listen_at({own.host}, 0).front());
     own.port = port_of(listener);
     return std::make_unique<TcpMailbox>(world.rank, std::move(listener),

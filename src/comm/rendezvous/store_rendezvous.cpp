@@ -78,15 +78,6 @@ Store file_store(const std::string& folder, const LaunchEnvironment& environment
   return c10::make_intrusive<c10d::FileStore>(lasting_name(folder + "/store"), environment.size);
 }
 
-/// Identifies the processes that share a loopback interface: boot id, host name, network namespace.
-std::string network_identity() {
-  char host[256] = {};
-  ::gethostname(host, sizeof(host) - 1);
-  struct stat info {};
-  ::stat("/proc/self/ns/net", &info);
-  return fmt::format("{}/{}/{}", detail::boot_id(), host, info.st_ino);
-}
-
 std::string file_name(std::string text) {
   std::replace_if(
       text.begin(), text.end(),
@@ -210,6 +201,20 @@ bool on_one_host(const LaunchEnvironment& environment) {
 }
 
 }  // namespace
+
+void check_timeout(std::chrono::milliseconds timeout) {
+  if (timeout.count() <= 0)
+    throw UsageError(fmt::format("init_process_group: timeout is {} ms; expected a positive one",
+                                 timeout.count()));
+}
+
+std::string network_identity() {
+  char host[256] = {};
+  ::gethostname(host, sizeof(host) - 1);
+  struct stat info {};
+  ::stat("/proc/self/ns/net", &info);
+  return fmt::format("{}/{}/{}", detail::boot_id(), host, info.st_ino);
+}
 
 StoreRendezvous rendezvous_over_store(const LaunchEnvironment& environment,
                                       std::chrono::milliseconds timeout) {

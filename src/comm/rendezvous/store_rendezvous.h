@@ -19,6 +19,12 @@ struct StoreRendezvous {
   std::string address;  ///< This host's address for the others; empty if all ranks share a host.
 };
 
+/// Throws UsageError unless the time-out is positive.
+void check_timeout(std::chrono::milliseconds timeout);
+
+/// Identifies the processes that share a loopback interface: boot id, host name, network namespace.
+std::string network_identity();
+
 /// Connects the ranks through a store. Collective; blocks until all ranks have arrived, at most
 /// about `timeout`. Throws UsageError for a setting that cannot work, BrokenWorldError naming the
 /// ranks that did not arrive. The store is the first of these that applies:

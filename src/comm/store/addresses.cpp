@@ -8,6 +8,7 @@
 
 #include <fmt/format.h>
 #include <ifaddrs.h>
+#include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
 
@@ -23,6 +24,20 @@ std::string numeric_text(const sockaddr* address, socklen_t size) {
   char text[NI_MAXHOST] = {};
   return ::getnameinfo(address, size, text, sizeof text, nullptr, 0, NI_NUMERICHOST) == 0 ? text
                                                                                           : "";
+}
+
+using Interfaces = std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)>;
+
+Interfaces interfaces() {
+  ifaddrs* found = nullptr;
+  return {::getifaddrs(&found) == 0 ? found : nullptr, ::freeifaddrs};
+}
+
+/// Empty if the entry has no address of this family.
+std::string address_of_entry(const ifaddrs& entry, int family) {
+  if (!entry.ifa_addr || entry.ifa_addr->sa_family != family) return "";
+  return numeric_text(entry.ifa_addr,
+                      family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6));
 }
 
 }  // namespace
@@ -51,17 +66,13 @@ std::string address_towards(const std::string& peer) {
 }
 
 std::string address_of_interface(const std::string& names, int rank) {
-  ifaddrs* found = nullptr;
-  if (::getifaddrs(&found) != 0) found = nullptr;
-  const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> list(found, ::freeifaddrs);
+  const auto list = interfaces();
   std::istringstream remaining(names);
   for (std::string name; std::getline(remaining, name, ',');) {
     for (const int family : {AF_INET, AF_INET6}) {
-      for (const auto* entry = found; entry; entry = entry->ifa_next) {
-        if (name != entry->ifa_name || !entry->ifa_addr || entry->ifa_addr->sa_family != family)
-          continue;
-        const socklen_t size = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
-        if (auto text = numeric_text(entry->ifa_addr, size); !text.empty()) return text;
+      for (const auto* entry = list.get(); entry; entry = entry->ifa_next) {
+        if (name != entry->ifa_name) continue;
+        if (auto text = address_of_entry(*entry, family); !text.empty()) return text;
       }
     }
   }
@@ -108,6 +119,18 @@ std::string outward_address() {
   for (const char* const nowhere : {"198.51.100.1", "2001:db8::1"})
     if (auto address = address_towards(nowhere); !address.empty() && !is_loopback(address))
       return address;
+  return "";
+}
+
+std::string usual_address() {
+  if (auto address = outward_address(); !address.empty()) return address;
+  const auto list = interfaces();
+  for (const int family : {AF_INET, AF_INET6}) {
+    for (const auto* entry = list.get(); entry; entry = entry->ifa_next) {
+      if (!(entry->ifa_flags & IFF_UP) || (entry->ifa_flags & IFF_LOOPBACK)) continue;
+      if (auto text = address_of_entry(*entry, family); !text.empty()) return text;
+    }
+  }
   return "";
 }
 

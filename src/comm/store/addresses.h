@@ -38,4 +38,8 @@ std::vector<std::string> listening_addresses(std::vector<std::string> resolved,
 /// The address of the interface of this host's default route; empty if there is none.
 std::string outward_address();
 
+/// outward_address(), else that of the first interface that is up and is not the loopback one;
+/// empty if there is none.
+std::string usual_address();
+
 }  // namespace tessera::comm

@@ -3,9 +3,12 @@
 #include <cerrno>
 #include <cstring>
 #include <set>
+#include <system_error>
+#include <vector>
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/random.h>
 #include <sys/stat.h>
 
 #include "comm/store/socket.h"
@@ -55,6 +58,15 @@ std::string secret_in(const std::string& path, int rank, const Caller& caller) {
 }
 
 }  // namespace
+
+std::string random_token(size_t characters) {
+  std::vector<unsigned char> bytes(characters / 2);
+  if (::getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size()))
+    throw std::system_error(errno, std::generic_category(), "getrandom");
+  std::string text;
+  for (const unsigned char byte : bytes) text += fmt::format("{:02x}", byte);
+  return text;
+}
 
 std::string read_secret(const std::function<const char*(const char* name)>& get, int rank,
                         const Caller& caller) {

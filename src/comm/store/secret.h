@@ -7,6 +7,9 @@
 
 namespace tessera::comm {
 
+/// This many random characters of 0 to 9 and a to f; an even number.
+std::string random_token(size_t characters);
+
 /// The secret that the ranks of a world over hosts share: TESSERA_SECRET, else the content of the
 /// file TESSERA_SECRET_FILE without line ends at its end; empty if neither variable is set. `get`
 /// returns the value of an environment variable or null. Throws UsageError for a secret of fewer

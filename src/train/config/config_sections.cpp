@@ -187,6 +187,7 @@ void read_parallel_keys(OptionReader& keys, ParallelConfig& parallel) {
        {"nccl", Backend::NCCL},
        {"mpi", Backend::MPI}},
       "communication backend; auto also uses NCCL if each rank of a host has a GPU of its own");
+  parallel.group.tune_process = true;
   double seconds = static_cast<double>(parallel.group.timeout.count()) / 1000;
   keys.read("timeout", seconds, "longest wait for another rank, in seconds", Range{0.001, 1e6});
   parallel.group.timeout = std::chrono::milliseconds(std::llround(seconds * 1000));

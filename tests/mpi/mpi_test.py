@@ -1,0 +1,158 @@
+#!/usr/bin/env python3
+"""Programs with MPI of their own (tessera/mpi.h), under Open MPI and MPICH.
+
+    mpi_test.py BUILD_FOLDER [OpenMpi|Mpich]
+
+Hosts are processes with host names of their own (needs root), and in TwoHosts namespaces with a
+cable, which mpirun reaches with an rsh agent of this test.
+"""
+import os, pathlib, re, shutil, subprocess, sys, tempfile, unittest
+
+sys.dont_write_bytecode = True
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "harness"))
+from processes import environment
+from two_hosts import ADDRESSES, TwoHosts
+
+BUILD = pathlib.Path(sys.argv.pop(1)).resolve()
+LEVELS = ("single", "funneled", "serialized", "multiple")
+# A launcher's variables, which belong to another world. A program with MPI does not read them.
+OTHERS = {"RANK": "5", "WORLD_SIZE": "9", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1", "TESSERA_SECRET": "x"}
+
+
+class Mpi:
+    """What both implementations must do."""
+    hosts = True  # whether the ranks of a run can have several hosts
+
+    def setUp(self):
+        if not shutil.which(f"mpirun.{self.mpi}") or not shutil.which(f"mpicxx.{self.mpi}"):
+            raise unittest.SkipTest(f"no {self.mpi}; scripts/install_dependencies.sh installs {self.package}")
+        self.program = BUILD / f"bin/mpi_program_{self.mpi}"
+        self.assertTrue(self.program.exists(), f"{self.program}: configure again, because {self.mpi} is new here")
+
+    def run_case(self, case, ranks=2, level="single", hosts=0, code=0, words=(), seconds=150, **variables):
+        """The output. `hosts`: ranks with their number divided by this are on one host; 0: all are."""
+        program = [self.program, level, case]
+        if hosts:
+            rank = f"${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}"
+            program = ["unshare", "--uts", "sh", "-c", f'hostname h$(({rank} / {hosts})) && exec "$@"', "sh", *program]
+        with tempfile.NamedTemporaryFile("r") as lines:
+            done = subprocess.run([str(word) for word in (f"mpirun.{self.mpi}", *self.options, *words, "-n", ranks, *program)],
+                                  stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds,
+                                  env=environment(**self.variables, **variables, LINES=lines.name))
+            text = done.stdout + lines.read()
+        if code is not None:
+            self.assertEqual(done.returncode, code, text)
+        return text
+
+    def needs_hosts(self):
+        if os.geteuid() != 0 or not shutil.which("unshare"):
+            raise unittest.SkipTest("host names of their own need root and unshare")
+
+    def lines(self, text, name):
+        return re.findall(rf"{name}: (.*)", text)
+
+    def test_start_at_each_thread_level(self):
+        for level, ranks in zip(LEVELS, (1, 2, 3, 4)):
+            text = self.run_case("start", ranks, level, **OTHERS)
+            self.assertIn("before MPI_Init: init_process_group: MPI is not initialized; expected MPI_Init", text)
+            if ranks > 1:
+                self.assertIn(f"backend shm, local 0 of {ranks}", text)
+            times = [float(word) for word in re.search(r"start ms(.*)", text)[1].split()]
+            self.assertLess(sorted(times)[2], 1000, text)
+
+    def test_communicators_beside_each_other(self):
+        for ranks in (3, 4):
+            self.run_case("communicators", ranks, "serialized")
+
+    def test_wrappers_train_as_plain_libtorch(self):
+        for ranks in (1, 2, 3, 4):
+            self.run_case("wrappers", ranks, "funneled")
+
+    def test_wrong_calls_are_errors(self):
+        text = self.run_case("refused", 3, "funneled", **OTHERS)
+        self.assertEqual(len(self.lines(text, "null")), 1)
+        for line in self.lines(text, "null"):
+            self.assertEqual(line, "init_process_group: the communicator is MPI_COMM_NULL; expected one that this process is in")
+        for name, wanted in (
+                ("inter", "init_process_group: the communicator is an inter-communicator; expected one of one group"),
+                ("differ", "init_process_group: rank 2: timeout is 5000 ms, and on rank 0 timeout is 60000 ms; expected the same on every rank"),
+                ("timeout", "init_process_group: rank 2: timeout is 0 ms; expected a positive one"),
+                ("backend", "init_process_group: rank 2: backend is TCP, and on rank 0 backend is Auto; expected the same on every rank"),
+                ("thread", "init_process_group: MPI provides no calls on this thread; expected the thread that called MPI_Init")):
+            self.assertEqual(len(self.lines(text, name)), 3, text)
+            for line in self.lines(text, name):
+                self.assertTrue(line.startswith(wanted), line)
+
+    def test_a_rank_that_does_not_come(self):
+        text = self.run_case("absent", 3, code=None)
+        self.assertEqual(len(self.lines(text, "absent")), 2, text)
+        for line in self.lines(text, "absent"):
+            self.assertTrue(line.startswith("init_process_group: not all ranks of the communicator have called it"), line)
+
+    def test_a_killed_rank_ends_the_job(self):
+        for case, level in (("killed", "single"), ("killed_mpi", "multiple")):
+            text = self.run_case(case, 3, level, code=None)
+            self.assertRegex(text, self.death)
+
+    def test_the_process_stays_as_it_was(self):
+        for ranks in (2, 4):
+            self.run_case("effects", ranks)
+        self.run_case("tuned", 2)
+
+    def test_a_group_that_outlives_mpi(self):
+        text = self.run_case("outlives", 2)
+        self.assertEqual(self.lines(text, "after MPI_Finalize"), ["nothing"] * 2)
+        self.assertEqual(set(self.lines(text, "again")), {"init_process_group: MPI has ended; expected a call before MPI_Finalize"})
+        text = self.run_case("outlives_mpi", 2, "multiple")
+        for line in self.lines(text, "after MPI_Finalize"):
+            self.assertIn("backend MPI: the group is used after MPI_Finalize; expected its last use before", line)
+        self.assertIn("a process group with backend MPI is destroyed after MPI_Finalize", text)
+
+    def test_data_over_mpi_on_one_host(self):
+        for ranks in (2, 3, 4):
+            self.run_case("wrappers_mpi", ranks, "multiple")
+        self.run_case("communicators_mpi", 4, "multiple")
+
+    def test_data_between_hosts(self):
+        self.needs_hosts()
+        for case in ("communicators", "communicators_mpi", "wrappers", "wrappers_mpi"):
+            self.run_case(case, 4, "multiple", hosts=2)
+        self.run_case("wrappers_mpi", 3, "multiple", hosts=1)
+
+    def test_too_few_threads_use_tcp_and_say_so(self):
+        self.needs_hosts()
+        text = self.run_case("communicators_mpi", 4, "serialized", hosts=2)
+        self.assertIn("travel over TCP, because MPI provides MPI_THREAD_SERIALIZED; expected MPI_THREAD_MULTIPLE", text)
+
+    def test_three_gigabytes(self):
+        available = int(re.search(r"MemAvailable: +(\d+)", pathlib.Path("/proc/meminfo").read_text())[1])
+        if available < 14 << 20:
+            raise unittest.SkipTest("less than 14 GiB of memory are free")
+        self.run_case("large", 2, "multiple", seconds=300)
+
+
+class OpenMpi(Mpi, unittest.TestCase):
+    mpi, package = "openmpi", "libopenmpi-dev and openmpi-bin"
+    options = ["--oversubscribe"]
+    variables = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    death = r"exited on signal 9"
+
+
+class Mpich(Mpi, unittest.TestCase):
+    mpi, package = "mpich", "libmpich-dev and mpich"
+    options = []
+    variables = {}
+    death = r"BAD TERMINATION[^$]*EXIT CODE: 9"
+
+    def test_a_killed_rank_is_named_if_mpich_leaves_the_others(self):
+        for case in ("killed", "killed_mpi"):
+            text = self.run_case(case, 3, "multiple", code=None, words=["-disable-auto-cleanup"])
+            self.assertEqual(len(self.lines(text, "killed")), 2, text)
+            for line in self.lines(text, "killed"):
+                self.assertRegex(line, r"rank [02] of 3 gave up in barrier.*: rank 1 ")
+
+
+if __name__ == "__main__":
+    program = unittest.main(exit=False)
+    tried, skipped = program.result.testsRun, len(program.result.skipped)
+    sys.exit(1 if not program.result.wasSuccessful() else 77 if tried == skipped else 0)
