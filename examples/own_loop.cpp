@@ -22,31 +22,10 @@ int main(int argc, char** argv) try {
       *net, world, tessera::default_optimizers().factory("AdamW", {{"lr", 1e-2}}));
 
   // All ranks go on from the newest checkpoint, if there is one.
-  tessera::CheckpointStore store("own_loop_run", world, {.keep_last = 2});
-  int64_t step = 0;
-  if (const auto path = tessera::latest_sound_checkpoint("own_loop_run", world)) {
-    tessera::Checkpoint checkpoint(*path, world);
-    const auto shards = optimizer.shards();
-    checkpoint.verify(world);
-    tessera::ModuleStateDict weights;
-    std::vector<tessera::StateSlice> state;
-    checkpoint.read_together([&] {
-      for (const auto& name : checkpoint.tensors("model.safetensors").names())
-        weights.emplace_back(name, checkpoint.load_tensor("model.safetensors", name));
-      state = checkpoint.load_slices({shards.begin(), shards.end()});
-    });
-    tessera::load_state_dict(*net, weights);
-    optimizer.load_state_slices(std::move(state));
-    step = checkpoint.step();
-    if (world.rank() == 0) std::cout << "going on from " << *path << std::endl;
-  }
-
-  const auto save = [&] {
-    tessera::CheckpointWriter writer(store, step);
-    if (world.rank() == 0) writer.add_tensors("model.safetensors", tessera::state_dict(*net));
-    writer.add_slices(optimizer.state_slices());
-    writer.commit();
-  };
+  const tessera::CheckpointStore store("own_loop_run", world, {.keep_last = 2});
+  const tessera::LoopParts parts(*net, optimizer);
+  int64_t step = tessera::load(store, parts);
+  if (step > 0 && world.rank() == 0) std::cout << "going on from step " << step << std::endl;
 
   const int64_t own = batch / world.size();  // samples of this rank; batch is that of all ranks
   auto stop = torch::zeros(1);
@@ -59,13 +38,13 @@ int main(int argc, char** argv) try {
     loss.backward();
     optimizer.step();
     ++step;
-    if (step % 20 == 0) save();
+    if (step % 20 == 0) tessera::save(store, step, parts);
     if (world.rank() == 0 && step % 20 == 0)
       std::cout << "step " << step << ", loss " << loss.item<float>() << std::endl;
     stop.fill_(stop_requested);
     world.all_reduce(stop);  // a signal to one rank stops all of them after the same step
   }
-  if (step % 20 != 0) save();
+  if (step % 20 != 0) tessera::save(store, step, parts);
   if (stop.item<float>() > 0) return 1;  // stopped: this run is not complete
   if (world.rank() == 0) torch::save(net, "own_loop.pt");
 } catch (const std::exception& error) {

@@ -57,6 +57,7 @@ class CheckpointStore {
   /// Whether this rank is the lowest of those that see the same folder. Local.
   bool leads() const;
   const CheckpointStoreOptions& options() const;  ///< Local.
+  const ProcessGroup& group() const;              ///< Local.
 
   struct Impl;
 

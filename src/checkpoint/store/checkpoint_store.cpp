@@ -79,5 +79,6 @@ const std::string& CheckpointStore::folder() const { return impl_->folder; }
 bool CheckpointStore::shared() const { return impl_->places.shared(); }
 bool CheckpointStore::leads() const { return impl_->leads(); }
 const CheckpointStoreOptions& CheckpointStore::options() const { return impl_->options; }
+const ProcessGroup& CheckpointStore::group() const { return impl_->group; }
 
 }  // namespace tessera
