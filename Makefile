@@ -11,12 +11,19 @@ FIRST ?= 1
 MINUTES ?= 30
 SEED  ?= 1
 
-.PHONY: demo test quick everything build programs dependencies format tidy benchmark sanitizers wheel \
+.PHONY: demo fortran test quick everything build programs dependencies format tidy benchmark sanitizers wheel \
   apart fuzz network faults operations soak lifetimes check_faults debian_13 clean
 
 # Trains a small GPT-2 on RANKS local ranks with a sharded optimizer.
 demo: programs
 	env -u OPENBLAS_CORETYPE $(BUILD)/bin/tessera train -n $(RANKS) configs/demo.yaml
+
+# A solver in Fortran that trains, on 4 ranks of mpirun: docs/c.md.
+fortran: dependencies
+	cmake --preset release -B $(BUILD) -DTESSERA_BUILD_EXAMPLES=ON
+	cmake --build $(BUILD) -j $(JOBS) --target advection
+	env OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMP_NUM_THREADS=1 \
+	  mpirun --oversubscribe -n 4 $(BUILD)/bin/advection
 
 test: build
 	scripts/run_tests.sh $(BUILD)

@@ -15,7 +15,7 @@ case "${1:-tests}" in
     packages+=(
       libgtest-dev libgmock-dev libbenchmark-dev clang-format-14 clang-tidy-14
       python3 python3-torch python3-numpy iproute2
-      libopenmpi-dev openmpi-bin libmpich-dev mpich
+      libopenmpi-dev openmpi-bin libmpich-dev mpich gfortran
     )
     ;;
   *)

@@ -77,6 +77,9 @@ class TrainingSession {
   /// predict() and evaluate() may be called.
   TrainResult finish();
 
+  /// Gives a whole parameter new values, which are the same on all ranks. `values` has its shape.
+  void set_weight(const std::string& name, const at::Tensor& values);
+
   int64_t steps() const;  ///< Steps done, also those before a resumption. Local.
   /// The module that is trained. With FullyShardedDataParallel its parameters are shards. Local.
   torch::nn::Module& model() const;

@@ -255,6 +255,40 @@ TrainResult TrainingSession::finish() {
   return result;
 }
 
+void TrainingSession::set_weight(const std::string& name, const at::Tensor& values) {
+  const torch::NoGradGuard no_grad;
+  std::vector<ParameterShard> shards;
+  agree(impl_->group(), [&] {
+    for (auto& shard : wrapper().loaded_shards())
+      if (shard.parameter == name) shards.push_back(std::move(shard));
+    std::string expected;
+    for (const auto& shard : shards)
+      if (values.sizes() != at::IntArrayRef(shard.shape))
+        expected = fmt::format("shape {}", c10::str(at::IntArrayRef(shard.shape)));
+    if (!expected.empty())
+      throw UsageError(fmt::format("TrainingSession.set_weight: {}: {}; expected {}", name,
+                                   shape_of(values), expected));
+  });
+  const int64_t ranks = static_cast<int64_t>(shards.size() > 0);
+  const at::Tensor found = at::tensor({ranks}, at::kLong).to(impl_->group().control_device());
+  impl_->group().all_reduce(found);
+  if (found.item<int64_t>() == 0)
+    throw UsageError("TrainingSession.set_weight: no parameter " + name);
+  wrapper().before_shard_writes();
+  for (const auto& shard : shards) {
+    if (shard.tensor.sizes() == values.sizes()) {
+      shard.tensor.copy_(values);
+      continue;
+    }
+    const auto strides =
+        shard.strides.empty() ? memory_strides(values.contiguous()) : shard.strides;
+    const at::Tensor whole = at::empty_strided(shard.shape, strides, values.options());
+    const at::Tensor in_memory_order = whole.copy_(values).as_strided({whole.numel()}, {1});
+    shard.tensor.copy_(in_memory_order.narrow(0, shard.begin, shard.numel));
+  }
+  wrapper().publish_shards();
+}
+
 int64_t TrainingSession::steps() const { return impl_->run.now().done; }
 torch::nn::Module& TrainingSession::model() const { return *wrapper().model().module; }
 ModelWrapper& TrainingSession::wrapper() const { return impl_->run.wrapper(); }

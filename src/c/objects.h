@@ -1,0 +1,30 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tessera/c.h"
+#include "tessera/error.h"
+#include "tessera/train/training_session.h"
+
+// The objects behind the handles of the C interface.
+
+struct tessera_group {
+  tessera::ProcessGroup group;
+};
+
+struct tessera_session {
+  tessera::TrainingSession session;
+  std::vector<std::string> names;  // of the parameters
+};
+
+namespace tessera::c {
+
+/// UsageError for a null pointer.
+inline void need(const void* pointer, const char* function, const char* argument) {
+  if (pointer == nullptr)
+    throw UsageError(std::string(function) + ": " + argument + " is NULL; expected a pointer");
+}
+
+}  // namespace tessera::c
