@@ -33,6 +33,7 @@ struct Spirals : tessera::Dataset {
         torch::stack({angle.cos(), angle.sin()}, 1) * (angle * (1 - 2 * spiral)).unsqueeze(1) / 2,
         spiral};
   }
+  std::shared_ptr<const tessera::Dataset> validation() const { return std::make_shared<Spirals>(); }
 };
 
 int main(int argc, char** argv) {
@@ -42,5 +43,17 @@ int main(int argc, char** argv) {
       "margin", [](const at::Tensor& output, const at::Tensor& targets) {
         return torch::nn::functional::multi_margin_loss(output, targets);
       });
+  tessera::registry::metrics().add_plan(
+      "confidence",
+      {.figures = {"confidence"},
+       .accumulate =
+           [](const at::Tensor& output, const tessera::Batch& batch) {
+             const auto right = output.softmax(1).gather(1, batch.targets.view({-1, 1}));
+             return torch::stack({right.sum(), torch::ones_like(right).sum()});
+           },
+       .result =
+           [](const at::Tensor& total) {
+             return std::vector<double>{(total[0] / total[1]).item<double>()};
+           }});
   return tessera::train_main(argc, argv);
 }

@@ -104,11 +104,12 @@ class CheckpointWriter {
   void add_slices(const std::vector<StateSlice>& slices, const std::string& set = kOptimizerSlices);
 
   /// When it returns, the checkpoint is on disk under its final name and older checkpoints are
-  /// pruned. (If that failed, a line in the log says so.) Returns the checkpoint's folder. If
-  /// anything went wrong on any rank, throws UsageError on every rank with rank, path and reason;
-  /// then nothing of the checkpoint remains, unless the text says that it was committed, and older
-  /// checkpoints are unchanged. Collective.
-  std::string commit();
+  /// pruned, except those of the steps `keep`, which is the same on all ranks. (If that failed, a
+  /// line in the log says so.) Returns the checkpoint's folder. If anything went wrong on any rank,
+  /// throws UsageError on every rank with rank, path and reason; then nothing of the checkpoint
+  /// remains, unless the text says that it was committed, and older checkpoints are unchanged.
+  /// Collective.
+  std::string commit(const std::vector<int64_t>& keep = {});
 
  private:
   struct Impl;

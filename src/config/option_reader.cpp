@@ -11,6 +11,15 @@ namespace {
 
 using Kind = ConfigNode::Kind;
 
+/// `{type: name}`.
+ConfigNode map_of_type(const ConfigNode& name) {
+  ConfigNode map;
+  map.kind = Kind::Map;
+  map.where = name.where;
+  map.members.push_back({"type", name});
+  return map;
+}
+
 }  // namespace
 
 void fail_at(const ConfigNode& node, const std::string& path, const std::string& what) {
@@ -97,30 +106,32 @@ OptionReader OptionReader::map_or_type(const std::string& key) {
   const ConfigNode* named_by = given(key) ? node_->find(key) : nullptr;
   if (named_by == nullptr || named_by->kind != Kind::Scalar) return map(key);
   look(key);
-  auto map_of_type = std::make_shared<ConfigNode>();
-  map_of_type->kind = Kind::Map;
-  map_of_type->where = named_by->where;
-  map_of_type->members.push_back({"type", *named_by});
+  auto owned = std::make_shared<ConfigNode>(map_of_type(*named_by));
   auto path = path_;
   path.push_back(key);
-  OptionReader inner(map_of_type.get(), std::move(path), where_, record_);
-  inner.owned_ = std::move(map_of_type);
+  OptionReader inner(owned.get(), std::move(path), where_, record_);
+  inner.owned_ = std::move(owned);
   return inner;
 }
 
-std::vector<OptionReader> OptionReader::list(const std::string& key, const std::string& doc) {
+std::vector<OptionReader> OptionReader::list(const std::string& key, const std::string& doc,
+                                             bool or_type) {
   ConfigNode empty;
   empty.kind = Kind::Sequence;
-  const ConfigNode* node = take(key, "a list of maps", doc, empty);
+  const std::string expected = or_type ? "a list of maps or names" : "a list of maps";
+  const ConfigNode* node = take(key, expected, doc, empty);
   std::vector<OptionReader> readers;
   if (node == nullptr || node->kind == Kind::Null) return readers;
   if (node->kind != Kind::Sequence)
-    fail_at(*node, full(key), node->describe() + "; expected a list of maps");
+    fail_at(*node, full(key), node->describe() + "; expected " + expected);
   for (size_t i = 0; i < node->items.size(); ++i) {
     auto path = path_;
     path.push_back(key);
     path.push_back(std::to_string(i));
-    readers.emplace_back(&node->items[i], std::move(path), where_);
+    const bool name = or_type && node->items[i].kind == Kind::Scalar;
+    auto owned = std::make_shared<ConfigNode>(name ? map_of_type(node->items[i]) : ConfigNode());
+    readers.emplace_back(name ? owned.get() : &node->items[i], std::move(path), where_);
+    if (name) readers.back().owned_ = std::move(owned);
   }
   return readers;
 }

@@ -74,6 +74,9 @@ TEST(Pruning, Rules) {
   EXPECT_THAT(expired({0, 1, 2, 3}, 3, 1, 1, {1, 2}), ::testing::ElementsAre(1, 2));
   EXPECT_THAT(expired({0, 1, 2, 3}, 3, 2, 0, {0, 1, 2, 3}), ::testing::ElementsAre(0, 1));
   EXPECT_THAT(expired({0, 1, 2, 3}, 1, 1, 0, {1}), ::testing::ElementsAre(0, 2));
+  // Best ones stay, and do not count.
+  EXPECT_THAT(expired({0, 1, 2, 3}, 3, 2, 0, {}, {1}), ::testing::ElementsAre(0));
+  EXPECT_THAT(expired({0, 1, 2, 3}, 3, 1, 0, {}, {2, 9}), ::testing::ElementsAre(0, 1));
 }
 
 TEST_F(Store, ACheckpointWithNaNOrInfinityIsMarkedAndReplacesNoSoundOne) {

@@ -113,6 +113,12 @@ class OtherLanguages(Page):
             (self.folder / file).write_text(text)
 
 
+class Train(Page):
+    def test_the_metric_is_the_one_of_the_example(self):
+        self.read("train.md")
+        self.assertEqual(len(self.blocks("cpp")), 1)
+
+
 class Errors(Page):
     def test_an_example_ends_with_a_status_and_not_by_a_signal(self):
         programs = sorted(EXAMPLES.keys() - {"own_model.cpp"})  # train_main catches there

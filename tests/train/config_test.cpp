@@ -212,7 +212,7 @@ TEST_F(ConfigTest, ErrorsNameFileLineKeyAndNearest) {
             "c.yaml:5: paralel: unknown key; did you mean \"parallel\"?");
   EXPECT_EQ(error(base() + "zzzzzzzz: 1\n"),
             "c.yaml:5: zzzzzzzz: unknown key; known: model, data, optimizer, scheduler, parallel, "
-            "train, checkpoint, data_preprocessor, hooks");
+            "train, checkpoint, data_preprocessor, metrics, hooks");
 }
 
 TEST_F(ConfigTest, AnOptionOfAnotherOptimizerNamesIt) {

@@ -155,8 +155,10 @@ class OptionReader {
   bool given(const std::string& key) const;  ///< present and not null
   bool has(const std::string& key) const;    ///< present
   const ConfigNode* node() const { return node_; }
-  /// Readers of the maps in a list; empty when absent.
-  std::vector<OptionReader> list(const std::string& key, const std::string& doc);
+  /// Readers of the maps in a list; empty when absent. `or_type`: a scalar `name` in it stands for
+  /// `{type: name}`.
+  std::vector<OptionReader> list(const std::string& key, const std::string& doc,
+                                 bool or_type = false);
 
   /// Keys in the config that no `read` has asked for yet.
   std::vector<std::string> unread() const;

@@ -75,9 +75,29 @@ struct EmaConfig {
   bool warmup = false;
 };
 
+/// Evaluations after every few steps.
+struct EvalConfig {
+  int64_t every = 0;    ///< in steps; 0: only at the end
+  int64_t batches = 0;  ///< global batches per evaluation; 0: all samples
+  int64_t batch = 8;    ///< samples of a rank in one forward
+};
+
+/// Which evaluations are better.
+struct Ranking {
+  std::string metric = "loss";  ///< a figure of the evaluation: loss, or one of Config::metrics
+  bool larger = false;          ///< larger values are better
+};
+
 struct EarlyStopConfig {
   int64_t patience = 0;  ///< evaluations without an improvement; 0: never stops
   double min_delta = 0;
+  Ranking ranking;
+};
+
+/// The checkpoints of the best evaluations, which are kept beside the newest ones.
+struct KeepBestConfig {
+  int64_t count = 0;  ///< 0: none
+  Ranking ranking;
 };
 
 struct CheckpointConfig {
@@ -85,7 +105,8 @@ struct CheckpointConfig {
   int64_t every = 0;   ///< in steps; 0: only at the end and when interrupted
   int64_t keep_last = 2;
   int64_t keep_every = 0;  ///< in steps; 0: none beyond keep_last
-  bool resume = true;      ///< continue from the newest checkpoint in `folder`, if there is one
+  KeepBestConfig keep_best;
+  bool resume = true;  ///< continue from the newest checkpoint in `folder`, if there is one
   /// A newest checkpoint that is damaged is set aside, and the one before it is taken. No value: on
   /// under `tessera run --max-restarts`, otherwise off.
   std::optional<bool> fallback;
@@ -117,8 +138,7 @@ struct RunConfig {
   std::string save_optimizer;    ///< file of torch.save for its state; empty: none
   uint64_t max_shard_bytes = 0;  ///< of each file in a folder `save`; 0: any number
   bool save_config = false;      ///< write Hugging Face's config.json next to `save`
-  int64_t eval_every = 0;        ///< in steps; 0: only at the end
-  int64_t eval_batches = 0;      ///< global batches per evaluation; 0: all samples
+  EvalConfig eval;
   std::optional<double> clip_grad_norm;  ///< no value: no clipping by norm
   std::optional<double> clip_grad_value;
   double clip_norm_type = 2;        ///< p of clip_grad_norm and of the reported norm
@@ -150,6 +170,7 @@ struct Config {
   DataConfig data;
   LossFunction loss;          ///< empty: the model's own
   Preprocessor preprocessor;  ///< empty: none
+  std::vector<Metric> metrics;
   OptimizerPlan optimizer;
   OptimizerInit optimizer_init;
   LrSchedule scheduler;

@@ -61,6 +61,12 @@ struct NonfiniteGradient {
   std::string parameter;  ///< its first parameter with such a gradient
 };
 
+/// What an evaluation has of a batch beside its losses.
+struct Evaluated {
+  Batch batch;            ///< after the preprocessor
+  at::Tensor prediction;  ///< as ModelWrapper::val_step() returns it
+};
+
 /// A model and its optimizer, trained in one way on a group of ranks (after mmengine's model
 /// wrapper). It has everything that a training loop needs and that depends on `parallel.type`; each
 /// type is one derived class. Collective unless marked "Local.": all ranks call the members in the
@@ -85,8 +91,9 @@ class ModelWrapper {
   /// The prediction for a batch, without gradients. The caller sets the module's evaluation mode.
   at::Tensor val_step(const Batch& batch);
   at::Tensor test_step(const Batch& batch) { return val_step(batch); }
-  /// The losses and figures of a batch, without gradients.
-  ParsedLosses val_losses(const Batch& batch);
+  /// The losses and figures of a batch, without gradients. `evaluated`: gets the batch after the
+  /// preprocessor and what val_step() returns; null: not wanted.
+  ParsedLosses val_losses(const Batch& batch, Evaluated* evaluated = nullptr);
 
   /// This rank's figures of the last forward(), as train_step() returns them. Local.
   const std::vector<std::pair<std::string, at::Tensor>>& figures() const { return figures_; }

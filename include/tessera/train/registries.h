@@ -12,6 +12,7 @@
 #include "tessera/optim.h"
 #include "tessera/step/comm_hook.h"
 #include "tessera/step/lr_scheduler.h"
+#include "tessera/train/metric.h"
 #include "tessera/train/model_wrapper.h"
 #include "tessera/train/run_hook.h"
 #include "tessera/train/trained_model.h"
@@ -159,6 +160,7 @@ Registry<LrSchedule>& schedulers();
 Registry<WrapperPlan>& parallel();
 WrapPolicyRegistry& wrap_policies();
 Registry<CommHookPlan>& comm_hooks();
+Registry<Metric>& metrics();
 Registry<std::function<std::shared_ptr<RunHook>()>>& hooks();
 
 }  // namespace registry

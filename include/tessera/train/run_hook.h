@@ -8,6 +8,14 @@
 namespace tessera {
 
 class ModelWrapper;
+struct Evaluated;
+
+/// One batch of an evaluation on one rank, with the prediction for it.
+struct EvaluatedBatch {
+  int64_t first_sample = 0;  ///< its number in the dataset; the others follow
+  const Evaluated& batch;    ///< tessera/train/model_wrapper.h
+  bool test = false;         ///< of the test at the end of the run
+};
 
 /// The state of a run, as hooks see it.
 struct RunState {
@@ -31,7 +39,15 @@ class RunHook {
   virtual void before_run(RunState&) {}
   virtual void after_step(RunState&) {}
   virtual void after_evaluation(RunState&) {}  ///< `figures`: those of the evaluation
+  virtual void after_test(RunState&) {}        ///< `figures`: those of the test
   virtual void after_run(RunState&) {}
+  /// Whether evaluations compute predictions for this hook even if the config has no metrics.
+  virtual bool wants_predictions() const { return false; }
+  /// Each batch of an evaluation or of the test, if predictions are computed: before
+  /// after_evaluation() or after_test(), on the rank that evaluates it, each sample on one rank.
+  /// With parallel.local_sgd in group 0 alone. Must not communicate: ranks may have unequal numbers
+  /// of batches.
+  virtual void on_predictions(const EvaluatedBatch&) {}
   /// A record of the run, as one line of JSON without its end: of a step, as in `train.log`, or of
   /// an event, as in the file of events beside it (docs/report.md has the keys of both). Called on
   /// rank 0 only, so it must not communicate, and also if `train.log` names no file. A second

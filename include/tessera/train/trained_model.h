@@ -27,6 +27,9 @@ struct TrainedModel {
   std::function<Losses(const Batch&)> loss = {};
   /// mmengine's mode "predict". Empty: the module has no forward(Tensor).
   std::function<at::Tensor(const Batch&)> predict = {};
+  /// The losses of a prediction, as `loss` computes them, so that an evaluation with metrics runs
+  /// the model once. Set where the config section `loss` selects the loss.
+  std::function<Losses(const at::Tensor& prediction, const Batch&)> loss_of_prediction = {};
 
   /// Which tensors of model.init the parameters and buffers get, as tessera::match_weights(). Each
   /// rank then reads only its elements of them. Empty: those of the same names.

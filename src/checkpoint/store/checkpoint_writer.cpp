@@ -186,7 +186,7 @@ void CheckpointWriter::add_slices(const std::vector<StateSlice>& slices, const s
   });
 }
 
-std::string CheckpointWriter::commit() {
+std::string CheckpointWriter::commit(const std::vector<int64_t>& keep) {
   Impl& impl = *impl_;
   if (impl.over)
     throw UsageError("checkpoint: commit: the writer of step " + std::to_string(impl.step) +
@@ -195,7 +195,7 @@ std::string CheckpointWriter::commit() {
     std::string records;
     agree(impl.group, [&] { records = impl.finish(); });
     const auto all = impl.group.gather_bytes(records, 0);
-    store::commit_files(*impl.run, impl.folder, impl.step, all);
+    store::commit_files(*impl.run, impl.folder, impl.step, all, keep);
   } catch (...) {
     impl.abandon();
     throw;

@@ -67,12 +67,13 @@ void write_manifest(const std::string& folder, const std::string& text) {
 
 /// Removes what the checkpoint of step `written` replaces or makes needless. A failure changes
 /// nothing in the checkpoint, so it is only told.
-void prune(const std::string& folder, int64_t written, const CheckpointStoreOptions& options) {
+void prune(const std::string& folder, int64_t written, const CheckpointStoreOptions& options,
+           const std::vector<int64_t>& keep) {
   try {
     settle_replaced(folder, written);
     const auto steps = committed_steps(folder);
     for (const int64_t old : expired(steps, written, options.keep_last, options.keep_every,
-                                     unsound_steps(folder, steps)))
+                                     unsound_steps(folder, steps), keep))
       remove_checkpoint(folder, old);
   } catch (const std::exception& error) {
     spdlog::warn("tessera: checkpoint: step {} is committed, but pruning older ones failed: {}",
@@ -130,7 +131,7 @@ uint64_t size_seen(const std::string& path) {
 }
 
 void commit_files(const CheckpointStore::Impl& run, const std::string& folder, int64_t step,
-                  const std::vector<std::string>& records) {
+                  const std::vector<std::string>& records, const std::vector<int64_t>& keep) {
   const std::string text = agreed_manifest(run, folder, step, records);
   agree(run.group, [&] {
     if (run.leads()) prepare_place(run, folder, text);
@@ -158,7 +159,7 @@ void commit_files(const CheckpointStore::Impl& run, const std::string& folder, i
     }
   });
   agree(run.group, [&] {
-    if (run.leads()) prune(run.folder, step, run.options);
+    if (run.leads()) prune(run.folder, step, run.options, keep);
   });
 }
 

@@ -12,10 +12,11 @@ namespace tessera::store {
 uint64_t size_seen(const std::string& path);
 
 /// Commits the checkpoint of `step`, when the files of all ranks are on disk in `folder`: writes
-/// the manifest, renames the folder, prunes older checkpoints, in every place. `records`, on rank
+/// the manifest, renames the folder, prunes older checkpoints but those of the steps `keep`, in
+/// every place. `records`, on rank
 /// 0: the file records of each rank, as text. Throws AgreedError on all ranks; then the checkpoint
 /// does not exist, unless the text says that it was committed. Collective.
 void commit_files(const CheckpointStore::Impl& run, const std::string& folder, int64_t step,
-                  const std::vector<std::string>& records);
+                  const std::vector<std::string>& records, const std::vector<int64_t>& keep);
 
 }  // namespace tessera::store

@@ -140,15 +140,19 @@ std::set<int64_t> unsound_steps(const std::string& folder, const std::vector<int
 }
 
 std::vector<int64_t> expired(const std::vector<int64_t>& steps, int64_t written, int keep_last,
-                             int64_t keep_every, const std::set<int64_t>& unsound) {
+                             int64_t keep_every, const std::set<int64_t>& unsound,
+                             const std::vector<int64_t>& keep) {
   std::vector<int64_t> old;
   int sound = 0, bad = 0;  // numbers of later checkpoints
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
     const bool good = unsound.count(*step) == 0;
     const bool multiple = keep_every > 0 && *step % keep_every == 0;
-    const bool kept = good ? sound < keep_last || multiple : sound == 0 && bad < keep_last;
+    const bool wanted =
+        *step == written || std::find(keep.begin(), keep.end(), *step) != keep.end();
+    const bool kept =
+        wanted || (good ? sound < keep_last || multiple : sound == 0 && bad < keep_last);
     ++(good ? sound : bad);
-    if (!kept && *step != written) old.push_back(*step);
+    if (!kept) old.push_back(*step);
   }
   std::reverse(old.begin(), old.end());
   return old;

@@ -46,10 +46,11 @@ inline constexpr const char* kUnsoundName = "unsound.txt";
 std::set<int64_t> unsound_steps(const std::string& folder, const std::vector<int64_t>& steps);
 
 /// The checkpoints among `steps` (ascending) to remove: all except the last `keep_last` sound ones,
-/// sound multiples of `keep_every`, the last `keep_last` unsound ones after the last sound one, and
-/// `written`.
+/// sound multiples of `keep_every`, the last `keep_last` unsound ones after the last sound one,
+/// `written`, and `keep`.
 std::vector<int64_t> expired(const std::vector<int64_t>& steps, int64_t written, int keep_last,
-                             int64_t keep_every, const std::set<int64_t>& unsound = {});
+                             int64_t keep_every, const std::set<int64_t>& unsound = {},
+                             const std::vector<int64_t>& keep = {});
 
 std::string without_trailing_slashes(std::string folder);
 

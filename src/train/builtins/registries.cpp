@@ -34,6 +34,8 @@ Registry<CommHookPlan>& comm_hooks() {
   return filled<Registry<CommHookPlan>>("communication hook", train::add_comm_hooks);
 }
 
+Registry<Metric>& metrics() { return filled<Registry<Metric>>("metric", train::add_metrics); }
+
 OptimizerRegistry& optimizers() {
   static auto& registry = *new OptimizerRegistry(default_optimizers());
   return registry;

@@ -88,7 +88,12 @@ std::string config_reference() {
                     RunConfig run;
                     train::read_train(keys, Config{}, run);
                   })));
-  text += section("hooks", "A list of maps with `type` and its options.\n") +
+  text += section("metrics",
+                  "A list of maps with `type`, its options and `prefix` (the beginning of "
+                  "the names of its\nfigures), or of types. The names of figures are "
+                  "before the colons.\n") +
+          components(registry::metrics(), {"type"});
+  text += section("hooks", "A list of maps with `type` and its options, or of types.\n") +
           components(registry::hooks(), {"type"});
   text += section("checkpoint", table(OptionReader::describe([](OptionReader& keys) {
                     CheckpointConfig checkpoint;

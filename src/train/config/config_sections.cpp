@@ -1,10 +1,14 @@
 #include "train/config/config_sections.h"
 
+#include <algorithm>
 #include <cmath>
+#include <map>
 
 #include <fmt/format.h>
 
+#include "tessera/detail/nearest.h"
 #include "tessera/error.h"
+#include "tessera/step/agreement.h"
 #include "tessera/train/devices.h"
 #include "tessera/train/registries.h"
 #include "train/config/overlap_names.h"
@@ -108,7 +112,7 @@ LossFunction read_loss(OptionReader& keys) {
 }
 
 void read_hooks(OptionReader& keys, Config& config) {
-  for (auto& hook : keys.list("hooks", "run hooks: a list of maps, each with type")) {
+  for (auto& hook : keys.list("hooks", "run hooks, each with type", true)) {
     std::string type;
     hook.require("type", "the name of a hook");
     hook.read_choice("type", type, registry::hooks().names(), "a hook");
@@ -123,11 +127,53 @@ LrSchedule read_scheduler(OptionReader& keys) {
   return registry::schedulers().read(type, keys);
 }
 
+/// Errors of a metric begin with its place in the config.
+Metric with_place(Metric metric, const std::string& place) {
+  metric.accumulate = [place, accumulate = std::move(metric.accumulate)](
+                          const at::Tensor& prediction, const Batch& batch) {
+    try {
+      return accumulate(prediction, batch);
+    } catch (const UsageError& error) {
+      throw UsageError(place + error.what());
+    } catch (const c10::Error& error) {
+      throw Error(place + message_of(error));
+    }
+  };
+  return metric;
+}
+
+void read_metrics(OptionReader& keys, std::vector<Metric>& metrics) {
+  std::map<std::string, std::string> owners;
+  for (auto& entry : keys.list("metrics", "figures of evaluations, each with type", true)) {
+    std::string type, prefix;
+    entry.require("type", "the name of a metric");
+    entry.read_choice("type", type, registry::metrics().names(), "a metric");
+    entry.read("prefix", prefix, "beginning of the names of its figures");
+    if (type.empty()) entry.finish();
+    const std::string place = entry.at("type");
+    Metric metric = registry::metrics().read(type, entry);
+    if (metric.figures.empty() || !metric.accumulate || !metric.result)
+      entry.fail("type", type + " lacks figures, accumulate or result; expected all three");
+    metric = with_place(std::move(metric), place + type + ": ");
+    for (auto& figure : metric.figures) {
+      figure = prefix + figure;
+      if (figure == "loss") entry.fail("type", "loss is the model's own; expected a prefix");
+      const auto [other, fresh] = owners.emplace(figure, type);
+      if (!fresh)
+        entry.fail("type", type + " has the figure " + figure +
+                               ", as a metric before it; expected "
+                               "a prefix for one of the two");
+    }
+    metrics.push_back(std::move(metric));
+  }
+}
+
 /// Reads the top-level keys that are not sections.
 void read_components(OptionReader& keys, Config& config) {
   config.loss = read_loss(keys);
   config.preprocessor = read_component(registry::preprocessors(), keys, "data_preprocessor", "none",
                                        "preprocessing of a batch before the model gets it");
+  read_metrics(keys, config.metrics);
   read_hooks(keys, config);
 }
 
@@ -235,6 +281,26 @@ void check_local_sgd(const Config& config) {
                      groups + "expected error or drop");
 }
 
+/// What rankings compare is evaluated.
+void check_rankings(const Config& config) {
+  std::vector<std::string> figures{"loss"};
+  for (const auto& metric : config.metrics)
+    figures.insert(figures.end(), metric.figures.begin(), metric.figures.end());
+  const auto check = [&](const std::string& key, const Ranking& ranking) {
+    const auto& metric = ranking.metric;
+    if (std::find(figures.begin(), figures.end(), metric) != figures.end()) return;
+    const bool known = registry::metrics().contains(metric);
+    throw UsageError(config.at(key + ".metric") + "\"" + metric + "\" is not evaluated" +
+                     (known ? "; expected it in section metrics: [" + metric + "]"
+                            : suggestion(metric, figures)));
+  };
+  check("train.early_stop", config.train.early_stop.ranking);
+  check("checkpoint.keep_best", config.checkpoint.keep_best.ranking);
+  if (config.checkpoint.keep_best.count > 0 && config.train.eval.every == 0)
+    throw UsageError(config.at("checkpoint.keep_best") +
+                     "looks at evaluations; expected train.eval_every > 0");
+}
+
 }  // namespace
 
 void read_config(OptionReader& keys, Config& config) {
@@ -256,6 +322,7 @@ void read_config(OptionReader& keys, Config& config) {
   read_train(run, config, config.train);
   read_checkpoint(checkpoint, config.checkpoint);
   check_nonfinite(config);
+  check_rankings(config);
   check_local_sgd(config);
 }
 
@@ -288,6 +355,14 @@ void read_checkpoint(OptionReader& keys, CheckpointConfig& checkpoint) {
             kAtLeastOne);
   keys.read("keep_every", checkpoint.keep_every,
             "checkpoints at multiples of this step are always kept; 0: none", kNotNegative);
+  OptionReader best = keys.map("keep_best");
+  if (best.node() != nullptr || best.describing()) checkpoint.keep_best.count = 1;
+  read_ranking(best, checkpoint.keep_best.ranking);
+  best.read("count", checkpoint.keep_best.count,
+            "if this section is there: number of checkpoints of the best evaluations that are kept "
+            "beside the newest ones; an evaluation among them writes a checkpoint; 0: none",
+            kNotNegative);
+  best.finish();
   keys.read("resume", checkpoint.resume,
             "continue from the newest checkpoint in folder, if there is one");
   keys.read_optional_enum("fallback", checkpoint.fallback, {{"true", true}, {"false", false}},
@@ -305,7 +380,8 @@ void read_checkpoint(OptionReader& keys, CheckpointConfig& checkpoint) {
       "of them, and rank 0 model.safetensors.index.json");
   keys.finish();
   for (const auto& [key, value] :
-       {std::pair("every", checkpoint.every), std::pair("keep_every", checkpoint.keep_every)})
+       {std::pair("every", checkpoint.every), std::pair("keep_every", checkpoint.keep_every),
+        std::pair("keep_best", checkpoint.keep_best.count)})
     if (checkpoint.folder.empty() && value > 0)
       keys.fail(key, std::to_string(value) + " has no meaning without checkpoint.folder");
 }

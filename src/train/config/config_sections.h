@@ -16,6 +16,8 @@ void read_optimizer(OptionReader& keys, Config& config);
 /// `config`: the sections that were read before.
 void read_train(OptionReader& keys, const Config& config, RunConfig& run);
 void read_checkpoint(OptionReader& keys, CheckpointConfig& checkpoint);
+/// Keys `metric` and `mode`.
+void read_ranking(OptionReader& keys, Ranking& ranking);
 
 /// UsageError for a config without datasets.
 void require_datasets(const Config& config);

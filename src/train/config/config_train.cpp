@@ -161,10 +161,24 @@ void read_watchdog(OptionReader& keys, WatchdogConfig& watchdog) {
   inner.read("least", watchdog.least, "seconds; shorter steps never end the run", kPositive);
   inner.read("other", watchdog.other,
              "longest time in seconds without progress outside of steps: start-up with the first "
-             "step, a hook, 8 samples of an evaluation, one tensor of a checkpoint",
+             "step, a hook, one forward of an evaluation, one tensor of a checkpoint",
              kPositive);
   inner.finish();
 }
+
+}  // namespace
+
+void read_ranking(OptionReader& keys, Ranking& ranking) {
+  const bool other = keys.given("metric");
+  keys.read("metric", ranking.metric,
+            "figure of the evaluation that is compared: loss, or one of the metrics");
+  // A default would keep the worst for half of the metrics.
+  if (other && ranking.metric != "loss") keys.require("mode", "max or min");
+  keys.read_enum("mode", ranking.larger, {{"min", false}, {"max", true}},
+                 "which values are better");
+}
+
+namespace {
 
 void read_averaging(OptionReader& keys, RunConfig& run) {
   OptionReader ema = keys.map("ema");
@@ -178,7 +192,8 @@ void read_averaging(OptionReader& keys, RunConfig& run) {
   stop.read("patience", run.early_stop.patience,
             "evaluations without an improvement after which the run ends; 0: never", kNotNegative);
   stop.read("min_delta", run.early_stop.min_delta,
-            "smallest decrease of the loss that counts as an improvement", kNotNegative);
+            "smallest change of the metric that counts as an improvement", kNotNegative);
+  read_ranking(stop, run.early_stop.ranking);
   stop.finish();
 }
 
@@ -192,7 +207,7 @@ void check_counts(const OptionReader& keys, const RunConfig& run) {
   if (run.global_batch > kLargestBatch)
     keys.fail("global_batch", batch + "; expected at most " + std::to_string(kLargestBatch));
   for (const auto& [key, count] :
-       {std::pair("steps", run.steps), std::pair("eval_batches", run.eval_batches)}) {
+       {std::pair("steps", run.steps), std::pair("eval_batches", run.eval.batches)}) {
     const int64_t most = kMostSamples / std::max<int64_t>(run.global_batch, 1);
     if (count > most)
       keys.fail(key, std::to_string(count) + " times a train.global_batch of " + batch +
@@ -244,9 +259,11 @@ void read_train(OptionReader& keys, const Config& config, RunConfig& run) {
             "megabytes (10^6) of each file in a folder save; 0: any number", Range{0, 1e12});
   run.max_shard_bytes = static_cast<uint64_t>(shard_mb) * 1'000'000;
   keys.read("save_config", run.save_config, "also write config.json next to save");
-  keys.read("eval_every", run.eval_every, "steps per evaluation; 0: only at the end", kNotNegative);
-  keys.read("eval_batches", run.eval_batches, "global batches per evaluation; 0: all samples",
+  keys.read("eval_every", run.eval.every, "steps per evaluation; 0: only at the end", kNotNegative);
+  keys.read("eval_batches", run.eval.batches, "global batches per evaluation; 0: all samples",
             kNotNegative);
+  keys.read("eval_batch", run.eval.batch, "samples of a rank in one forward of an evaluation",
+            kAtLeastOne);
   read_clipping(keys, run);
   read_nonfinite(keys, run);
   read_replicas(keys, run);
@@ -263,7 +280,7 @@ void read_train(OptionReader& keys, const Config& config, RunConfig& run) {
   check_save_optimizer(keys, run);
   if (run.steps > 0 && run.epochs > 0)
     keys.fail("epochs", "train.steps is given, too; expected one of the two");
-  if (run.early_stop.patience > 0 && run.eval_every == 0)
+  if (run.early_stop.patience > 0 && run.eval.every == 0)
     keys.fail("early_stop", "looks at evaluations; expected train.eval_every > 0");
 }
 

@@ -19,6 +19,8 @@ auto reader(std::shared_ptr<RunHook> (*make)(const Options&)) {
 void add_hooks(Registry<std::function<std::shared_ptr<RunHook>()>>& hooks) {
   hooks.add("CSV", reader(csv_hook),
             "the figures of every step as a table of comma-separated values");
+  hooks.add("Predictions", reader(predictions_hook),
+            "the predictions of the last evaluation, or of the test, as a file of safetensors");
   hooks.add("TensorBoard", reader(tensorboard_hook),
             "the figures of every step, and histograms of the parameters, as event files");
 }

@@ -29,4 +29,14 @@ struct TensorBoardHookOptions {
 /// histograms of the parameters ("parameters/NAME"). Each start of a run writes a file of its own.
 std::shared_ptr<RunHook> tensorboard_hook(const TensorBoardHookOptions& options);
 
+struct PredictionsHookOptions {
+  std::string path;
+  bool test = false;  ///< of the test at the end of the run, not of evaluations
+  void read(OptionReader& options);
+};
+
+/// Writes the predictions of evaluations to a file, from rank 0. Every rank holds those of its
+/// samples until then, and rank 0 all of them.
+std::shared_ptr<RunHook> predictions_hook(const PredictionsHookOptions& options);
+
 }  // namespace tessera::train

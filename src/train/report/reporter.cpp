@@ -47,12 +47,16 @@ std::string duration(double seconds) {
                        : fmt::format("{}:{:02}", whole / 60, whole % 60);
 }
 
-/// "  accuracy 0.9312" for every figure except the loss.
+/// "  accuracy 0.9312" for every figure except the loss. A confusion matrix has more of them than a
+/// line can show; the log has all.
 template <class Figures>
 std::string others(const Figures& figures) {
+  constexpr size_t kMost = 16;
   std::string text;
+  size_t shown = 0;
   for (const auto& [name, value] : figures)
-    if (name != "loss") text += fmt::format("  {} {:.4f}", name, value);
+    if (name != "loss" && shown++ < kMost) text += fmt::format("  {} {:.4f}", name, value);
+  if (shown > kMost) text += fmt::format("  and {} more", shown - kMost);
   return text;
 }
 

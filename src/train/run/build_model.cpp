@@ -60,14 +60,20 @@ void add_loss(const Config& config, TrainedModel& model) {
     if (!model.predict)
       throw UsageError(config.at("loss") + "model " + config.model.type +
                        " gives no prediction; expected a forward(inputs) or predict(batch)");
-    model.loss = [&config, predict = model.predict](const Batch& batch) {
-      return loss_of(config, predict(batch), batch);
+    model.loss_of_prediction = [&config](const at::Tensor& prediction, const Batch& batch) {
+      return loss_of(config, prediction, batch);
+    };
+    model.loss = [predict = model.predict, loss = model.loss_of_prediction](const Batch& batch) {
+      return loss(predict(batch), batch);
     };
   }
   if (!model.loss)
     throw UsageError(
         config.at("model.type") + config.model.type +
         " has no loss of its own; expected a section loss, as in loss: {type: cross_entropy}");
+  if (!config.metrics.empty() && !model.predict)
+    throw UsageError(config.at("metrics") + "model " + config.model.type +
+                     " gives no prediction; expected a forward(inputs) or predict(batch)");
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 #include "train/run/run.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 
@@ -105,7 +106,7 @@ void Run::iteration(std::optional<Batch> batch) {
   const bool interrupted = stops_.signal() != 0;
   const bool last = done == data_->iterations() || (stops_.stopped() && !interrupted);
   if (last) context_.groups->synchronize();
-  const bool evaluation = data_->splits().val && (last || due(context_.config.train.eval_every));
+  const bool evaluation = data_->splits().val && (last || due(context_.config.train.eval.every));
   // After an interruption the process may be killed soon: the checkpoint is written at once and
   // records that the evaluation is due.
   now_.evaluation_due = evaluation && interrupted;
@@ -119,7 +120,8 @@ void Run::iteration(std::optional<Batch> batch) {
     if (first) record_memory(context_, *wrapper_, done);
     context_.reporter->progress(done, context_.groups->stats());
   }
-  if (last || stops_.stopped() || due(context_.config.checkpoint.every)) save_checkpoint();
+  if (last || stops_.stopped() || best_->keeps(done) || due(context_.config.checkpoint.every))
+    save_checkpoint();
 }
 
 void Run::train_step(std::optional<Batch> batch) {
@@ -194,13 +196,22 @@ void Run::call_hooks(void (RunHook::*call)(RunState&), const StepRecord::Figures
 }
 
 /// Each group evaluates its own parameters; the result is the mean over the groups.
-std::map<std::string, double> Run::figures_on(const Dataset& data, int64_t max_samples) {
+std::map<std::string, double> Run::figures_on(const Dataset& data, int64_t max_samples, bool test) {
   const auto begin_round = [this] { context_.heartbeat.enter(Phase::evaluating, now_.done); };
   begin_round();
   const torch::NoGradGuard no_grad;
+  const auto wants = [](const auto& hook) { return hook->wants_predictions(); };
+  const Config& config = context_.config;
+  const EvaluateOptions options{max_samples, config.train.eval.batch, config.metrics,
+                                std::any_of(hooks_.begin(), hooks_.end(), wants)};
+  const auto on_batch = [&](int64_t first, const Evaluated& batch) {
+    // Group 0 has the weights that are saved.
+    for (const auto& hook : hooks_)
+      if (context_.groups->first()) hook->on_predictions({first, batch, test});
+  };
   swap_average();
   const auto figures =
-      context_.groups->mean(train::evaluate(*wrapper_, data, max_samples, begin_round));
+      context_.groups->mean(train::evaluate(*wrapper_, data, options, begin_round, on_batch));
   swap_average();
   return figures;
 }
@@ -210,7 +221,7 @@ void Run::evaluate() {
   const DataSplits& splits = data_->splits();
   if (!splits.val) return;
   TrainResult& result = now_.result;
-  result.eval_figures = figures_on(*splits.val, config.eval_batches * config.global_batch);
+  result.eval_figures = figures_on(*splits.val, config.eval.batches * config.global_batch, false);
   const double loss = result.eval_figures.at("loss");
   result.eval_loss = loss;
   if (std::isfinite(loss) && loss < result.best_eval_loss.value_or(INFINITY))
@@ -220,7 +231,13 @@ void Run::evaluate() {
     context_.reporter->evaluation(now_.done, result.eval_figures, result.baseline_loss,
                                   splits.baseline_name);
   call_hooks(&RunHook::after_evaluation, now_.record.evaluation);
-  if (early_stop_ && early_stop_->observe(loss) && !stops_.stopped()) {
+  const auto verdict = best_->observe(now_.done, result.eval_figures);
+  if (verdict.best_weights) {
+    std::vector<at::Tensor> live;
+    for (const auto& shard : wrapper_->shards()) live.push_back(shard.tensor);
+    best_->take_weights(average_ ? average_->averages() : live, *model_.module);
+  }
+  if (verdict.stop && !stops_.stopped()) {
     stops_.stop();
     context_.say(
         fmt::format("early stop: no improvement in {} evaluations", config.early_stop.patience));
@@ -234,14 +251,16 @@ void Run::run_due_evaluation() {
   now_.evaluation_due = false;
   evaluate();
   if (context_.reporter) context_.reporter->log_again(now_.record);
-  // If no step follows, the last checkpoint must contain the evaluation.
-  if (stops_.stopped() || now_.done == data_->iterations()) checkpoints_->save_again();
+  // If no step follows, or the checkpoint is one of the best, it must contain the evaluation.
+  const bool best = best_->keeps(now_.done);
+  if (best || stops_.stopped() || now_.done == data_->iterations()) checkpoints_->save_again();
+  if (best) save_checkpoint();
 }
 
 void Run::save_checkpoint() {
   if (!checkpoints_->write()) return;
   const auto path = checkpoints_->save(now_.done, [this] { return state(); },
-                                       {*wrapper_, *weights_, average_.get()});
+                                       {*wrapper_, *weights_, average_.get(), *best_});
   if (path.empty()) return;
   now_.result.checkpoint = path;
   faults_->check_checkpoint(path, weights_->buffer_names(), now_.done);
@@ -270,9 +289,17 @@ void Run::finish() {
   }
   save_checkpoint();
   if (faults_->ended()) return;
+  if (const auto step = best_->give_weights(*wrapper_)) {
+    average_.reset();  // the best weights are averaged ones
+    context_.say(
+        fmt::format("early_stop: from here on the weights are those after {} steps, of "
+                    "the best evaluation",
+                    *step));
+  }
   if (data_->splits().test && !interrupted) {
-    const auto figures = figures_on(*data_->splits().test, 0);
+    const auto figures = figures_on(*data_->splits().test, 0, true);
     if (context_.reporter) context_.reporter->test(figures);
+    call_hooks(&RunHook::after_test, {figures.begin(), figures.end()});
   }
   report_memory(context_, *wrapper_, done);
   const torch::NoGradGuard no_grad;

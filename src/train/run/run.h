@@ -9,12 +9,12 @@
 #include <c10/core/DeviceGuard.h>
 
 #include "tessera/join.h"
-#include "tessera/step/early_stop.h"
 #include "tessera/step/weight_average.h"
 #include "tessera/train.h"
 #include "train/run/faults.h"
 #include "train/run/run_data.h"
 #include "train/run/stop_requests.h"
+#include "train/state/best_evaluations.h"
 #include "train/state/run_checkpoints.h"
 #include "train/step/training_step.h"
 
@@ -66,7 +66,7 @@ class PreparedRun {
   std::optional<TrainingStep> step_;
   std::optional<Faults> faults_;
   std::unique_ptr<WeightAverage> average_;
-  std::optional<EarlyStop> early_stop_;
+  std::optional<BestEvaluations> best_;
   StopRequests stops_;
   RunPosition now_;
 
@@ -107,7 +107,7 @@ class Run : public PreparedRun {
   void train_step(std::optional<Batch> batch);
   void compare_replicas();
   void call_hooks(void (RunHook::*call)(RunState&), const StepRecord::Figures& figures);
-  std::map<std::string, double> figures_on(const Dataset& data, int64_t max_samples);
+  std::map<std::string, double> figures_on(const Dataset& data, int64_t max_samples, bool test);
   void evaluate();
   void run_due_evaluation();
   void finish();

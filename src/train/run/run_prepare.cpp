@@ -28,6 +28,18 @@ at::Device device_of_run(const Config& config, int local_rank) {
   return device;
 }
 
+/// What looks at evaluations needs evaluation data.
+void check_evaluated(const Config& config, const DataSplits& splits) {
+  if (splits.val) return;
+  const std::string key = config.checkpoint.keep_best.count > 0     ? "checkpoint.keep_best"
+                          : config.train.early_stop.patience > 0    ? "train.early_stop"
+                          : !config.metrics.empty() && !splits.test ? "metrics"
+                                                                    : "";
+  if (!key.empty())
+    throw UsageError(config.at(key) + "there are no evaluations, because data.type " +
+                     config.data.type + " has no evaluation samples here; expected some");
+}
+
 }  // namespace
 
 PreparedRun::PreparedRun(const Config& config, ProcessGroup group, RunSource source,
@@ -70,6 +82,7 @@ void PreparedRun::prepare(RunSource source) {
   const Config& config = context_.config;
   data_ = source == RunSource::datasets ? std::make_unique<RunData>(context_)
                                         : std::make_unique<GivenData>(context_);
+  if (source == RunSource::datasets) check_evaluated(config, data_->splits());
   if (context_.first()) {
     const Checkpoint* resumed = checkpoints_->resumed();
     prepare_outputs(config);
@@ -105,8 +118,7 @@ void PreparedRun::make() {
                                                      : NonfiniteNorm::give_up;
   step_.emplace(*wrapper_, options, config.scheduler);
   faults_.emplace(context_, *wrapper_);
-  if (const auto& stop = train.early_stop; stop.patience > 0)
-    early_stop_.emplace(EarlyStopOptions{.patience = stop.patience, .min_delta = stop.min_delta});
+  best_.emplace(config);
   if (const Checkpoint* resumed = checkpoints_->resumed()) {
     resumed->read_together([this] { restore(); });
     checkpoints_->publish(*wrapper_);
@@ -121,7 +133,6 @@ void PreparedRun::restore() {
   named(checkpoints_->state_file() + ": ", [&] {
     data_->load_state(state.data, state.step);
     if (state.loss_scale) step_->scaler().load_state(*state.loss_scale);
-    if (early_stop_ && state.early_stop) early_stop_->load_state(*state.early_stop);
     for (size_t i = 0; i < std::min(state.hooks.size(), hooks_.size()); ++i)
       hooks_[i]->load_state(state.hooks[i]);
   });
@@ -132,7 +143,7 @@ void PreparedRun::restore() {
     now_.evaluation_due = data_->splits().val != nullptr;
     now_.record = *state.evaluation_due;
   }
-  const auto averages = checkpoints_->restore(state, *wrapper_);
+  const auto averages = checkpoints_->restore(state, *wrapper_, *best_);
   if (context_.config.train.ema.decay) start_averaging(averages, state.average_updates.value_or(0));
 }
 
@@ -165,7 +176,7 @@ SavedState PreparedRun::state() const {
   state.optimizer = config.optimizer.type;
   state.ranks = context_.group.size();
   if (config.train.loss_scale.enabled) state.loss_scale = step_->scaler().state();
-  if (early_stop_) state.early_stop = early_stop_->state();
+  best_->save_state(state.best);
   state.model = config.model.plan.meaning;
   if (now_.evaluation_due) state.evaluation_due = now_.record;
   if (average_) state.average_updates = average_->updates();

@@ -18,6 +18,8 @@ namespace {
 constexpr const char* kConfig = "config.yaml";
 /// The moving average is saved as an optimizer state tensor of its shard.
 constexpr const char* kAverage = "weight_average";
+/// So are the weights of the best evaluation.
+constexpr const char* kBest = "best_weights";
 
 std::string rank_file(const char* kind, int rank, int world) {
   return fmt::format("{}-{:05d}-of-{:05d}.safetensors", kind, rank, world);
@@ -201,8 +203,11 @@ void RunCheckpoints::check(const SavedState& state) const {
   }
 }
 
-std::vector<at::Tensor> RunCheckpoints::restore(const SavedState& state, ModelWrapper& wrapper) {
-  auto averages = restore_slices(state, wrapper);
+std::vector<at::Tensor> RunCheckpoints::restore(const SavedState& state, ModelWrapper& wrapper,
+                                                BestEvaluations& best) {
+  const auto warning = best.load_state(state.best, saved_at_ >= 0);
+  if (!warning.empty()) context_.say(warning);
+  auto averages = restore_slices(state, wrapper, best);
   load_buffers(*resumed_, resumed_group_, *wrapper.model().module);
   restore_random(state.step, wrapper);
   restore_groups(state.step);
@@ -228,15 +233,21 @@ void RunCheckpoints::restore_groups(int64_t steps) {
 
 /// Returns the averages of the shards.
 std::vector<at::Tensor> RunCheckpoints::restore_slices(const SavedState& state,
-                                                       ModelWrapper& wrapper) {
+                                                       ModelWrapper& wrapper,
+                                                       BestEvaluations& best) {
   const Config& config = context_.config;
   const auto shards = wrapper.shards();
   std::vector<StateSlice> slices =
       resumed_->load_slices({shards.begin(), shards.end()}, slice_set_of(resumed_group_));
-  std::vector<at::Tensor> averages = take_from(slices, kAverage);
+  const auto take = [&](const char* name) {
+    auto tensors = take_from(slices, name);
+    for (size_t i = 0; i < tensors.size(); ++i)
+      tensors[i] = in_form_of(shards[i].tensor, tensors[i], slices[i]);
+    return tensors;
+  };
+  const std::vector<at::Tensor> averages = take(kAverage);
+  best.load_weights(*resumed_, take(kBest), shards.size());
   load_parameters(resumed_group_, slices, shards);
-  for (size_t i = 0; i < averages.size(); ++i)
-    averages[i] = in_form_of(shards[i].tensor, averages[i], slices[i]);
   if (!config.checkpoint.optimizer) return averages;
   try {
     wrapper.take_state_slices(std::move(slices));
@@ -275,7 +286,9 @@ std::vector<StateSlice> RunCheckpoints::slices(const SavedParts& parts) const {
   std::vector<StateSlice> saved;
   for (const size_t i : parts.wrapper.saved_shards()) {
     saved.push_back(all[i]);
-    if (parts.average) saved.back().state.tensors[kAverage] = parts.average->averages()[i];
+    auto& tensors = saved.back().state.tensors;
+    if (parts.average) tensors[kAverage] = parts.average->averages()[i];
+    if (parts.best.has_weights()) tensors[kBest] = parts.best.weights()[i];
   }
   return saved;
 }
@@ -304,12 +317,15 @@ std::string RunCheckpoints::save(int64_t step, const std::function<SavedState()>
     writer.add_text(state_file_of(groups.number()), to_text(state));
     add_buffers(writer, groups.number(), *parts.wrapper.model().module);
   }
-  if (context_.first()) writer.add_text(kConfig, context_.config.dump(true));
+  if (context_.first()) {
+    writer.add_text(kConfig, context_.config.dump(true));
+    parts.best.add_buffers(writer);
+  }
   begin_part();
-  const std::string path = writer.commit();
+  const std::string path = writer.commit(parts.best.kept());
   saved_at_ = step;
   if (context_.reporter) {
-    context_.say("checkpoint written to " + path);
+    context_.say("checkpoint written to " + path + parts.best.note(step));
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
     context_.reporter->event("checkpoint", step, {{"path", path}, {"seconds", seconds.count()}});
   }

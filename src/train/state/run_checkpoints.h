@@ -5,6 +5,7 @@
 
 #include "tessera/checkpoint_store.h"
 #include "tessera/step/weight_average.h"
+#include "train/state/best_evaluations.h"
 #include "train/state/run_weights.h"
 #include "train/state/saved_state.h"
 
@@ -15,6 +16,7 @@ struct SavedParts {
   ModelWrapper& wrapper;
   RunWeights& weights;
   WeightAverage* average = nullptr;  ///< null: none
+  BestEvaluations& best;
 };
 
 /// The checkpoints of a run: the one from which it resumes, and those that it writes. Collective
@@ -33,9 +35,10 @@ class RunCheckpoints {
   /// Reads the state of this rank's group. Throws UsageError if it is of a run with another global
   /// batch, or of a model with another meaning. Within resumed()->read_together().
   SavedState read_state();
-  /// Restores the tensors and the random numbers. Returns the saved averages of wrapper.shards(),
-  /// if there are any. Within read_together(); call publish() after it.
-  std::vector<at::Tensor> restore(const SavedState& state, ModelWrapper& wrapper);
+  /// Restores the tensors, the best evaluations and the random numbers. Returns the saved averages
+  /// of wrapper.shards(), if there are any. Within read_together(); call publish() after it.
+  std::vector<at::Tensor> restore(const SavedState& state, ModelWrapper& wrapper,
+                                  BestEvaluations& best);
   void publish(ModelWrapper& wrapper) const {
     if (resumed_group_ > 0) wrapper.publish_shards();
   }
@@ -53,7 +56,8 @@ class RunCheckpoints {
   std::string open(const std::string& path);
   std::string set_aside_damaged(const std::string& path, const std::string& why);
   void check(const SavedState& state) const;
-  std::vector<at::Tensor> restore_slices(const SavedState& state, ModelWrapper& wrapper);
+  std::vector<at::Tensor> restore_slices(const SavedState& state, ModelWrapper& wrapper,
+                                         BestEvaluations& best);
   void restore_random(int64_t steps, ModelWrapper& wrapper);
   void restore_groups(int64_t steps);
   int groups_saved() const;

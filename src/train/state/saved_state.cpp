@@ -36,6 +36,17 @@ StepRecord record_of(const Json& json, int64_t step) {
   return record;
 }
 
+Json json_of(const RankedStep& ranked) { return {{"step", ranked.step}, {"value", ranked.value}}; }
+RankedStep ranked_of(const Json& json) {
+  return {json.at("step").get<int64_t>(), json.at("value").get<double>()};
+}
+
+KeptSteps kept_of(const Json& json) {
+  KeptSteps kept{json.at("metric").get<std::string>(), json.at("mode") == "max", {}};
+  for (const auto& each : json.at("checkpoints")) kept.steps.push_back(ranked_of(each));
+  return kept;
+}
+
 SavedState state_of(const Json& json) {
   SavedState state;
   const Json& data = json.at("data");
@@ -55,9 +66,11 @@ SavedState state_of(const Json& json) {
   }
   if (json.contains("early_stop")) {
     const Json& stop = json.at("early_stop");
-    state.early_stop = {{}, stop.at("waited").get<int64_t>(), stop.at("stopped").get<bool>()};
-    if (!stop.at("best").is_null()) state.early_stop->best = stop.at("best").get<double>();
+    state.best.early_stop = {{}, stop.at("waited").get<int64_t>(), stop.at("stopped").get<bool>()};
+    if (!stop.at("best").is_null()) state.best.early_stop->best = stop.at("best").get<double>();
   }
+  if (json.contains("best_weights")) state.best.weights = ranked_of(json.at("best_weights"));
+  if (json.contains("keep_best")) state.best.kept = kept_of(json.at("keep_best"));
   const Json model = json.value("model", Json::object());
   for (const auto& [option, value] : model.items())
     state.model.emplace_back(option, value.get<std::string>());
@@ -87,10 +100,16 @@ std::string to_text(const SavedState& state) {
       {"ranks", state.ranks}};
   if (const auto& scale = state.loss_scale)
     json["loss_scale"] = {{"scale", scale->scale}, {"growth_tracker", scale->growth_tracker}};
-  if (const auto& stop = state.early_stop)
+  if (const auto& stop = state.best.early_stop)
     json["early_stop"] = {{"best", stop->best ? Json(*stop->best) : Json()},
                           {"waited", stop->waited},
                           {"stopped", stop->stopped}};
+  if (state.best.weights) json["best_weights"] = json_of(*state.best.weights);
+  if (const auto& kept = state.best.kept) {
+    json["keep_best"] = {{"metric", kept->metric}, {"mode", kept->larger ? "max" : "min"}};
+    json["keep_best"]["checkpoints"] = Json::array();
+    for (const auto& each : kept->steps) json["keep_best"]["checkpoints"].push_back(json_of(each));
+  }
   json["model"] = Json::object();
   for (const auto& [option, value] : state.model) json["model"][option] = value;
   if (state.evaluation_due) json["evaluation_due"] = saved_record(*state.evaluation_due);

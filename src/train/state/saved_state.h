@@ -16,6 +16,26 @@
 
 namespace tessera::train {
 
+/// An evaluation after `step` steps, with the figure that it is ranked by.
+struct RankedStep {
+  int64_t step = 0;
+  double value = 0;
+};
+
+/// The checkpoints of checkpoint.keep_best.
+struct KeptSteps {
+  std::string metric;
+  bool larger = false;            ///< larger values are better
+  std::vector<RankedStep> steps;  ///< the best one first
+};
+
+/// The state of BestEvaluations.
+struct BestState {
+  std::optional<EarlyStop::State> early_stop = {};
+  std::optional<RankedStep> weights = {};  ///< of train.early_stop
+  std::optional<KeptSteps> kept = {};
+};
+
 /// The state.json of a checkpoint. A value that is not there was not part of the run.
 struct SavedState {
   int64_t step = 0;          ///< steps done
@@ -24,7 +44,7 @@ struct SavedState {
   std::string parallel, optimizer;  ///< types
   int ranks = 0;
   std::optional<GradScaler::State> loss_scale = {};
-  std::optional<EarlyStop::State> early_stop = {};
+  BestState best = {};
   /// ModelPlan::meaning
   std::vector<std::pair<std::string, std::string>> model = {};
   /// The record of the last step, whose evaluation an interruption left undone.

@@ -12,6 +12,15 @@
 #include "tessera/train/registries.h"
 
 namespace tessera {
+namespace {
+
+void require_prediction(const TrainedModel& model) {
+  if (!model.predict)
+    throw UsageError(
+        "val_step: the model has no prediction; expected a predict(batch) or forward(inputs)");
+}
+
+}  // namespace
 
 bool GradientRules::allow(double norm) const {
   if (std::isfinite(norm)) return true;
@@ -122,9 +131,7 @@ void ModelWrapper::add_buffers(std::vector<std::pair<std::string, at::Tensor>>& 
 }
 
 at::Tensor ModelWrapper::val_step(const Batch& batch) {
-  if (!model_.predict)
-    throw UsageError(
-        "val_step: the model has no prediction; expected a predict(batch) or forward(inputs)");
+  require_prediction(model_);
   const torch::NoGradGuard no_grad;
   const Batch input = preprocessor_ ? preprocessor_(batch, false) : batch;
   at::Tensor output;
@@ -132,11 +139,19 @@ at::Tensor ModelWrapper::val_step(const Batch& batch) {
   return output;
 }
 
-ParsedLosses ModelWrapper::val_losses(const Batch& batch) {
+ParsedLosses ModelWrapper::val_losses(const Batch& batch, Evaluated* evaluated) {
+  if (evaluated != nullptr) require_prediction(model_);
   const torch::NoGradGuard no_grad;
   const Batch input = preprocessor_ ? preprocessor_(batch, false) : batch;
   ParsedLosses losses;
-  run([&] { losses = parse_losses(model_.loss(cast(input))); });
+  run([&] {
+    const Batch used = cast(input);
+    at::Tensor prediction;
+    if (evaluated != nullptr) prediction = model_.predict(used);
+    const bool once = evaluated != nullptr && model_.loss_of_prediction;
+    losses = parse_losses(once ? model_.loss_of_prediction(prediction, used) : model_.loss(used));
+    if (evaluated != nullptr) *evaluated = {input, prediction};
+  });
   return losses;
 }
 

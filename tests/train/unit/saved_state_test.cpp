@@ -20,7 +20,9 @@ SavedState full_state() {
   state.optimizer = "AdamW";
   state.ranks = 3;
   state.loss_scale = {32768, 5};
-  state.early_stop = {0.1, 2, false};
+  state.best.early_stop = {0.1, 2, false};
+  state.best.weights = {5, 0.25};
+  state.best.kept = {"accuracy", true, {{4, 0.5}, {2, 0.125}}};
   state.model = {{"z", "1"}, {"activation", "gelu"}};
   StepRecord record;
   record.step = 6;
@@ -54,8 +56,16 @@ TEST(SavedState, EveryFieldComesBack) {
   EXPECT_EQ(back.parallel + " " + back.optimizer, "ZeroRedundancyOptimizer AdamW");
   EXPECT_EQ(back.ranks, 3);
   EXPECT_EQ(back.loss_scale.value().growth_tracker, 5);
-  EXPECT_EQ(back.early_stop.value().best, 0.1);
-  EXPECT_EQ(back.early_stop.value().waited, 2);
+  EXPECT_EQ(back.best.early_stop.value().best, 0.1);
+  EXPECT_EQ(back.best.early_stop.value().waited, 2);
+  EXPECT_EQ(back.best.weights.value().step, 5);
+  EXPECT_EQ(back.best.weights.value().value, 0.25);
+  const KeptSteps& kept = back.best.kept.value();
+  EXPECT_EQ(kept.metric, "accuracy");
+  EXPECT_TRUE(kept.larger);
+  ASSERT_EQ(kept.steps.size(), 2u);
+  EXPECT_EQ(kept.steps[1].step, 2);
+  EXPECT_EQ(kept.steps[1].value, 0.125);
   EXPECT_EQ(back.model, all.model) << "in their order";
   EXPECT_EQ(back.evaluation_due.value().step, 6);
   EXPECT_EQ(back.evaluation_due.value().ms, 3.25);
@@ -81,10 +91,10 @@ TEST(SavedState, WhatIsNotPartOfTheRunStaysOut) {
 
 TEST(SavedState, AStopThatHasSeenNothingHasNoBestValue) {
   SavedState state;
-  state.early_stop = EarlyStop::State{{}, 1, true};
+  state.best.early_stop = EarlyStop::State{{}, 1, true};
   const SavedState back = saved_state_of(to_text(state), "");
-  EXPECT_FALSE(back.early_stop.value().best);
-  EXPECT_TRUE(back.early_stop.value().stopped);
+  EXPECT_FALSE(back.best.early_stop.value().best);
+  EXPECT_TRUE(back.best.early_stop.value().stopped);
 }
 
 TEST(SavedState, AMissingBatchIsComputedFromSamplesAndSteps) {
