@@ -112,6 +112,31 @@ TEST_F(ConfigTest, ReadsTheOptionsOfFullySharded) {
        "an option of FullyShardedDataParallel");
 }
 
+TEST_F(ConfigTest, NamesOfPyTorchAndMmengineAreErrorsWithTheOwnName) {
+  const auto says = [&](const std::string& assignment, const std::string& text) {
+    EXPECT_NE(override_error(assignment).find(text), std::string::npos)
+        << assignment << ": " << override_error(assignment);
+  };
+  says("optimizer={type: ZeroRedundancyOptimizer, lr: 1}",
+       "optimizer.type: ZeroRedundancyOptimizer wraps an optimizer; expected parallel.type: Zero");
+  says("optim_wrapper={type: AmpOptimWrapper}",
+       "optim_wrapper: no key here; expected optimizer; its accumulative_counts is train.acc");
+  says("optimizer.type=AmpOptimWrapper", "with train.autocast and train.loss_scale");
+  says("param_scheduler={type: CosineAnnealingLR}", "param_scheduler: no key here; expected sched");
+  says("scheduler.type=CosineAnnealingLR", "a name of PyTorch or mmengine; expected cosine");
+  says("scheduler={type: chained, schedules: [{type: LinearLR}]}",
+       "scheduler.schedules.0.type: LinearLR is a name of PyTorch or mmengine; expected linear");
+  says("val_evaluator={type: Accuracy}", "val_evaluator: no key here; expected metrics");
+  says("checkpoint.save_best=acc", "checkpoint.save_best: no key here; expected keep_best: {met");
+  says("load_from=a.pth", "load_from: no key here; expected model.init for weights");
+  says("parallel.type=MMFullyShardedDataParallel", "expected FullyShardedDataParallel");
+  says("hooks=[{type: EMAHook}]", "hooks.0.type: EMAHook is a name of PyTorch or mmengine");
+  const std::string fsdp = "parallel={type: FullyShardedDataParallel, ";
+  says(fsdp + "fsdp_auto_wrap_policy: none}", "fsdp_auto_wrap_policy: no option; expected wrap_p");
+  says(fsdp + "wrap_policy: size_based_auto_wrap_policy}", "expected size_based");
+  says(fsdp + "use_orig_params: true}", "use_orig_params: no option; parameters always keep");
+}
+
 TEST_F(ConfigTest, ReadsDistributedOptimizerUnevenDataAndHooks) {
   const Config config =
       load(base(), {"parallel={type: DistributedOptimizer, reduce_method: Mean, param_pack: true, "

@@ -269,6 +269,13 @@ TEST_F(MetricsTest, PredictionsAreWrittenInTheOrderOfTheSamples) {
               HasSubstr("absent/p.safetensors"));
 }
 
+TEST_F(MetricsTest, ANameOfPyTorchThatTheProgramHasRegisteredIsItsOwn) {
+  const auto load = [&] { load_config("c.yaml", {"hooks=[EMAHook]"}); };
+  EXPECT_THAT(testing::thrown_by(load), HasSubstr("expected train.ema"));
+  registry::hooks().add_plan("EMAHook", [] { return std::make_shared<RunHook>(); });
+  EXPECT_EQ(testing::thrown_by(load), "no error");
+}
+
 TEST_F(MetricsTest, WrongNamesAreErrorsBeforeTheRun) {
   const auto fails = [&](const std::vector<std::string>& overrides) {
     return testing::thrown_by([&] { load_config("c.yaml", overrides); });

@@ -86,7 +86,7 @@ Config config_of(ConfigNode root, const std::string& file,
   root.where = file;
   for (const auto& assignment : overrides) apply_override(root, assignment);
   expand_environment(root);
-  if (ConfigNode* parallel = root.find("parallel")) train::use_own_spellings(*parallel);
+  train::use_own_spellings(root);
   Config config;
   config.file = file;
   note_places(root, "", config.where);

@@ -4,9 +4,9 @@
 
 namespace tessera::train {
 
-/// Replaces the keys and values of section `parallel` that PyTorch, mmengine and MegEngine spell
-/// otherwise by Tessera's own. Throws UsageError, with the place, for a key of theirs that has no
-/// counterpart. Local.
-void use_own_spellings(ConfigNode& parallel);
+/// Replaces the keys and values of section `parallel` of a config that PyTorch, mmengine and
+/// MegEngine spell otherwise by Tessera's own. Throws UsageError, with the place and the own name,
+/// for a key or a type of theirs that is spelt otherwise elsewhere or has no counterpart. Local.
+void use_own_spellings(ConfigNode& root);
 
 }  // namespace tessera::train
