@@ -11,6 +11,7 @@
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
+#include "tessera/detail/default_group.h"
 #include "tessera/join.h"
 #include "tessera/process_group.h"
 #include "tessera/step/buffer_sync.h"
@@ -136,6 +137,11 @@ class DistributedDataParallel : public DistributedDataParallelBase {
   explicit DistributedDataParallel(Module module, ProcessGroup group, Options options = {})
       : DistributedDataParallelBase(*module, std::move(group), std::move(options)),
         module_(std::move(module)) {}
+  /// The same in default_process_group(). UsageError if there is none.
+  explicit DistributedDataParallel(Module module, Options options = {})
+      : DistributedDataParallel(std::move(module),
+                                detail::default_group_of("DistributedDataParallel"),
+                                std::move(options)) {}
 
   /// Calls the module's forward(). Collective if buffers are synchronised; otherwise local, so that
   /// one rank alone may evaluate (under eval() or NoGradGuard). UsageError on every rank if the

@@ -85,6 +85,9 @@ class DistributedOptimizer : public Joinable {
   /// differ between ranks, every rank throws UsageError naming the first difference.
   DistributedOptimizer(const torch::nn::Module& module, ProcessGroup dist_group,
                        const OptimizerFactory& factory, Options options);
+  /// The same in default_process_group(). UsageError if there is none.
+  DistributedOptimizer(const torch::nn::Module& module, const OptimizerFactory& factory,
+                       Options options);
   /// The same for parameter groups of `module`, whose buffers are kept equal.
   DistributedOptimizer(const torch::nn::Module& module, std::vector<Group> groups,
                        const OptimizerFactory& factory, Options options);
@@ -131,7 +134,8 @@ class DistributedOptimizer : public Joinable {
   /// The state of the wrapped optimizer, by parameter name. It can be loaded into the plain
   /// optimizer and contains nothing about packs. Local.
   OptimizerStateDict state_dict() const;
-  void load_state_dict(const OptimizerStateDict& dict);
+  /// `strict`: as the function load_state_dict() of optimizers.
+  void load_state_dict(const OptimizerStateDict& dict, bool strict = true);
 
   /// The packs of a parameter group, as parameter names, in the order in which they are sent.
   /// Local.

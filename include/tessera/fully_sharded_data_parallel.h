@@ -11,6 +11,7 @@
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
+#include "tessera/detail/default_group.h"
 #include "tessera/detail/tensors_in.h"
 #include "tessera/join.h"
 #include "tessera/optim/optimizer_state_dict.h"
@@ -22,6 +23,7 @@
 #include "tessera/step/no_sync.h"
 #include "tessera/step/overlap.h"
 #include "tessera/step/step_end.h"
+#include "tessera/weights/weights.h"
 #include "tessera/wrap_policy.h"
 
 namespace tessera {
@@ -252,11 +254,12 @@ class FullyShardedDataParallelBase : public Joinable {
   /// Writes state_dict() with save_weights(). `path`: one file, which rank 0 writes, or, if it ends
   /// in "/", a folder to which each rank writes its part. Collective.
   void save_state_dict(const std::string& path);
-  /// Each rank copies its part of `state`. UsageError on all ranks unless `state` has every
-  /// parameter and buffer with its shape, and nothing else. Collective.
-  void load_state_dict(const std::vector<std::pair<std::string, at::Tensor>>& state);
-  /// The same from weights that every rank can read; see Weights for `path`. Collective.
-  void load_state_dict(const std::string& path);
+  /// Each rank copies its part of `state`. UsageError on all ranks for another shape, and for names
+  /// that are missing or unexpected; without `strict` these are returned instead. Collective.
+  UnmatchedNames load_state_dict(const std::vector<std::pair<std::string, at::Tensor>>& state,
+                                 bool strict = true);
+  /// The same from weights that every rank can read: see Weights. Collective.
+  UnmatchedNames load_state_dict(const std::string& path, bool strict = true);
 
   /// Writes the checkpoint `folder`/step-00000000 in one rename: each rank of the first replica its
   /// shards, rank 0 also what is not sharded. No other writer may use `folder`. It loads at any
@@ -270,7 +273,8 @@ class FullyShardedDataParallelBase : public Joinable {
   /// `to` (on all ranks if to < 0). All wrappers use this format. Collective.
   OptimizerStateDict optim_state_dict(const torch::optim::Optimizer& optimizer, int to = 0);
   /// Takes this rank's part of `dict`, which is the same on all ranks. Local.
-  void load_optim_state_dict(torch::optim::Optimizer& optimizer, const OptimizerStateDict& dict);
+  void load_optim_state_dict(torch::optim::Optimizer& optimizer, const OptimizerStateDict& dict,
+                             bool strict = true);
 
   /// For join(): what a rank without data runs in an iteration of the others: shadow_backward() and
   /// then their calls on shards and gradients (clipping, step, zero_grad()). Local.
@@ -336,6 +340,11 @@ class FullyShardedDataParallel : public FullyShardedDataParallelBase {
                                     FullyShardedDataParallelOptions options = {})
       : FullyShardedDataParallelBase(*module, std::move(group), std::move(options)),
         module_(std::move(module)) {}
+  /// The same in default_process_group(). UsageError if there is none.
+  explicit FullyShardedDataParallel(Module module, FullyShardedDataParallelOptions options = {})
+      : FullyShardedDataParallel(std::move(module),
+                                 detail::default_group_of("FullyShardedDataParallel"),
+                                 std::move(options)) {}
 
   /// Runs the module's forward. Collective.
   template <class... Args>

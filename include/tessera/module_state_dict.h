@@ -25,12 +25,15 @@ ModuleStateDict state_dict(const torch::nn::Module& module);
 /// Copies the tensors of `state` into all parameters and buffers of `module`, and converts dtype
 /// and device. Throws UsageError, and changes nothing, when names are missing or unexpected (it
 /// lists them), when a name is given twice, or when a shape differs (it names the first). A tied
-/// parameter or buffer may have any of its names, or several with equal values.
-void load_state_dict(torch::nn::Module& module, const ModuleStateDict& state);
+/// parameter or buffer may have any of its names, or several with equal values. Without `strict`,
+/// names that are missing or unexpected are no error; they are returned. Shapes that differ always
+/// are one.
+UnmatchedNames load_state_dict(torch::nn::Module& module, const ModuleStateDict& state,
+                               bool strict = true);
 /// The same from weights on disk: a file, an index or a folder; see Weights.
-void load_state_dict(torch::nn::Module& module, const std::string& path);
-/// The same from opened weights. Without `strict`, names that are missing or unexpected are no
-/// error; they are returned. Shapes that differ always are one. A tensor that is deferred
+UnmatchedNames load_state_dict(torch::nn::Module& module, const std::string& path,
+                               bool strict = true);
+/// The same from opened weights. A tensor that is deferred
 /// (deferred_init()) is read when its values are needed, so the files must stay as they are until
 /// then.
 UnmatchedNames load_state_dict(torch::nn::Module& module, const Weights& weights,

@@ -19,8 +19,8 @@ namespace tessera {
 using WrapPolicy = std::function<bool(torch::nn::Module& module, const std::string& name,
                                       int64_t unwrapped_numel)>;
 
-/// Modules with at least `min_numel` elements that do not belong to a unit yet. UsageError unless
-/// `min_numel` > 0.
+/// Modules with at least `min_numel` elements that do not belong to a unit yet, but no ModuleList
+/// and no ModuleDict, which are containers without a forward. UsageError unless `min_numel` > 0.
 WrapPolicy wrap_by_size(int64_t min_numel = 100'000'000);
 
 /// Modules whose name matches a pattern, such as "blocks.*" or "**.mlp": `*` stands for any

@@ -10,6 +10,7 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize.h>
 
+#include "tessera/detail/default_group.h"
 #include "tessera/join.h"
 #include "tessera/optim.h"
 #include "tessera/optim/optimizer_state_dict.h"
@@ -122,11 +123,14 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   /// the first difference).
   ZeroRedundancyOptimizer(const torch::nn::Module& module, ProcessGroup group,
                           OptimizerFactory factory, Options options = {});
+  /// The same in default_process_group(). UsageError if there is none.
+  ZeroRedundancyOptimizer(const torch::nn::Module& module, OptimizerFactory factory,
+                          Options options = {});
   /// The same for parameter groups of `module`, whose buffers are kept equal.
   ZeroRedundancyOptimizer(const torch::nn::Module& module, std::vector<Group> groups,
                           ProcessGroup group, OptimizerFactory factory, Options options = {});
   /// The same without buffers: where a module has some, call track_buffers(). Otherwise the first
-  /// step() says so in the log of rank 0.
+  /// step() says so in the log of rank 0. Parameters without names: numbered_parameters().
   ZeroRedundancyOptimizer(std::vector<Group> groups, ProcessGroup group, OptimizerFactory factory,
                           Options options = {});
   ~ZeroRedundancyOptimizer() override;
@@ -193,14 +197,15 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   /// takes this rank's part. Local; all ranks read the same archive.
   void load(torch::serialize::InputArchive& archive) override;
   /// The options and the state of this rank's own shards, by parameter name. With Partition::flat a
-  /// tensor has the elements of the shard only, in one dimension. Local.
-  OptimizerStateDict rank_local_state_dict() const;
+  /// tensor has the elements of the shard only, in one dimension. Local. `rank`: that of another
+  /// rank, cut out of the result of consolidate_state_dict(); UsageError on a rank that has none.
+  OptimizerStateDict rank_local_state_dict(std::optional<int> rank = {}) const;
   /// For each rank the ranges of elements that it owns. The same on every rank. Local.
   std::vector<std::vector<ElementRange>> partition() const;
   /// Copies this rank's part of `dict` into its shards. `dict` is the same on all ranks; it may
   /// come from any world size or from the plain optimizer. Its options replace those in
-  /// param_groups(). Local.
-  void load_state_dict(const OptimizerStateDict& dict);
+  /// param_groups(). `strict`: as the function load_state_dict() of optimizers. Local.
+  void load_state_dict(const OptimizerStateDict& dict, bool strict = true);
 
   /// The elements that this rank updates, over all groups, in the order of the parameters; empty
   /// shards are left out. `tensor` aliases the parameter. Shards stay valid; add_param_group, and a
@@ -210,10 +215,9 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   /// now. Local.
   std::vector<StateSlice> state_slices() const;
   /// Loads the state of shards(), as tessera::load_state_slices. Parameters that have been frozen
-  /// since construction count as never stepped. Options stay as they are: see groups(). Local.
-  void load_state_slices(const std::vector<StateSlice>& slices);
-  /// The same, dropping each tensor of `slices` when it has been copied.
-  void load_state_slices(std::vector<StateSlice>&& slices);
+  /// since construction count as never stepped. Options stay as they are: see groups(). Drops each
+  /// tensor of `slices` when it has been copied. Local.
+  void load_state_slices(std::vector<StateSlice> slices);
   /// Every rank receives each shard's values from its owner. For use after a write to shards, for
   /// example when they are loaded or exchanged for averages. Collective: one all-gather a bucket.
   void gather_parameters();

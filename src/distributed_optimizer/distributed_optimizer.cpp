@@ -71,6 +71,11 @@ DistributedOptimizer::DistributedOptimizer(const torch::nn::Module& module, Proc
           factory, std::move(options)) {}
 
 DistributedOptimizer::DistributedOptimizer(const torch::nn::Module& module,
+                                           const OptimizerFactory& factory, Options options)
+    : DistributedOptimizer(module, std::vector<Group>{{named_parameters(module)}}, factory,
+                           std::move(options)) {}
+
+DistributedOptimizer::DistributedOptimizer(const torch::nn::Module& module,
                                            std::vector<Group> groups,
                                            const OptimizerFactory& factory, Options options)
     : DistributedOptimizer(std::move(groups), factory, std::move(options)) {
@@ -147,8 +152,8 @@ OptimizerStateDict DistributedOptimizer::state_dict() const {
   return tessera::state_dict(*impl_->optimizer_, impl_->names_);
 }
 
-void DistributedOptimizer::load_state_dict(const OptimizerStateDict& dict) {
-  tessera::load_state_dict(*impl_->optimizer_, impl_->names_, dict);
+void DistributedOptimizer::load_state_dict(const OptimizerStateDict& dict, bool strict) {
+  tessera::load_state_dict(*impl_->optimizer_, impl_->names_, dict, strict);
 }
 
 std::vector<std::vector<std::string>> DistributedOptimizer::packs(size_t group) const {

@@ -178,4 +178,24 @@ void check_groups(const std::string& who, const std::vector<std::vector<std::str
   }
 }
 
+OptimizerStateDict for_groups(const OptimizerStateDict& dict,
+                              const std::vector<std::vector<std::string>>& names,
+                              const torch::optim::Optimizer& optimizer) {
+  std::map<std::string, const OptionMap*> options;
+  for (const auto& group : dict.groups)
+    for (const auto& name : group.parameters) options.emplace(name, &group.options);
+  OptimizerStateDict result;
+  for (size_t g = 0; g < names.size(); ++g) {
+    const auto known = std::find_if(names[g].begin(), names[g].end(),
+                                    [&](const auto& name) { return options.count(name) > 0; });
+    result.groups.push_back({names[g], known != names[g].end()
+                                           ? *options.at(*known)
+                                           : get_options(optimizer.param_groups()[g].options())});
+    for (const auto& name : names[g])
+      if (const auto found = dict.state.find(name); found != dict.state.end())
+        result.state.insert(*found);
+  }
+  return result;
+}
+
 }  // namespace tessera::sharding

@@ -35,6 +35,13 @@ void load_shard_state(torch::optim::Optimizer& local, const std::vector<const Ow
 void check_groups(const std::string& who, const std::vector<std::vector<std::string>>& names,
                   const OptimizerStateDict& dict);
 
+/// `dict` for an optimizer whose groups have the parameters `names`: with these groups, and without
+/// the state of other parameters. Groups with no parameter in `dict` have the optimizer's present
+/// options. Local.
+OptimizerStateDict for_groups(const OptimizerStateDict& dict,
+                              const std::vector<std::vector<std::string>>& names,
+                              const torch::optim::Optimizer& optimizer);
+
 /// The shards as users see them: without empty ones, in the order of the parameters. Local.
 std::vector<ParameterShard> parameter_shards(const std::vector<const OwnedShard*>& owned,
                                              const std::vector<NamedTensor>& parameters);

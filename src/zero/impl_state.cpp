@@ -8,6 +8,29 @@
 #include "zero/impl.h"
 
 namespace tessera {
+namespace {
+
+/// The state of `ranges`, as a local optimizer over them has it.
+OptimizerStateDict part_of(const OptimizerStateDict& whole, const std::vector<ElementRange>& ranges,
+                           Partition partition) {
+  OptimizerStateDict dict;
+  dict.groups = whole.groups;
+  for (const auto& range : ranges) {
+    const auto found = whole.state.find(range.parameter);
+    if (found == whole.state.end()) continue;
+    ParamState state = found->second;
+    for (auto& [key, tensor] : state.tensors) {
+      if (partition != Partition::flat || tensor.sizes() != at::IntArrayRef(range.shape)) continue;
+      const at::Tensor in_memory_order =
+          at::empty_strided(tensor.sizes(), range.strides, tensor.options()).copy_(tensor);
+      tensor = in_memory_order.as_strided({range.numel}, {1}, range.begin).clone();
+    }
+    dict.state.emplace(range.parameter, std::move(state));
+  }
+  return dict;
+}
+
+}  // namespace
 
 /// The optimizer over whole parameters, with the present options and no state. Parameters on a
 /// device are replaced by empty ones on the CPU, so that the whole state is there too.
@@ -59,6 +82,15 @@ OptimizerStateDict ZeroRedundancyOptimizer::Impl::local_state() const {
       dict.state.emplace(shards.parameters()[shard->parameter].name, std::move(*state));
   }
   return dict;
+}
+
+OptimizerStateDict ZeroRedundancyOptimizer::rank_local_state_dict(std::optional<int> rank) const {
+  const int own = impl_->group.rank(), of = rank.value_or(own);
+  if (of < 0 || of >= impl_->group.size())
+    throw UsageError(fmt::format("{}: rank_local_state_dict: rank is {}; expected 0 to {}",
+                                 impl_->prefix(), of, impl_->group.size() - 1));
+  return of == own ? impl_->local_state()
+                   : part_of(state_dict(), partition()[of], impl_->options.partition);
 }
 
 std::vector<std::vector<ElementRange>> ZeroRedundancyOptimizer::partition() const {

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <torch/serialize.h>
 
+#include "sharding/shard_state.h"
 #include "tessera/detail/trainer_access.h"
 #include "tessera/error.h"
 #include "zero/impl.h"
@@ -23,6 +24,11 @@ ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const torch::nn::Module& module
                               options) {
   track_buffers(module);
 }
+
+ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const torch::nn::Module& module,
+                                                 OptimizerFactory factory, Options options)
+    : ZeroRedundancyOptimizer(module, detail::default_group_of(Impl::kName), std::move(factory),
+                              options) {}
 
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(std::vector<Group> groups, ProcessGroup group,
                                                  OptimizerFactory factory, Options options)
@@ -87,15 +93,17 @@ const OptimizerStateDict& ZeroRedundancyOptimizer::state_dict() const {
   return *impl_->consolidated;
 }
 
-void ZeroRedundancyOptimizer::load_state_dict(const OptimizerStateDict& dict) { impl_->load(dict); }
+void ZeroRedundancyOptimizer::load_state_dict(const OptimizerStateDict& dict, bool strict) {
+  if (strict) return impl_->load(dict);
+  std::vector<std::vector<std::string>> names;
+  for (const auto& group : groups()) names.push_back(group.parameters);
+  impl_->load(sharding::for_groups(dict, names, *this));
+}
 void ZeroRedundancyOptimizer::save(torch::serialize::OutputArchive& archive) const {
   impl_->save(archive);
 }
 void ZeroRedundancyOptimizer::load(torch::serialize::InputArchive& archive) {
   impl_->load(archive);
-}
-OptimizerStateDict ZeroRedundancyOptimizer::rank_local_state_dict() const {
-  return impl_->local_state();
 }
 ZeroRedundancyOptimizer::Memory ZeroRedundancyOptimizer::memory() const { return impl_->memory(); }
 ZeroRedundancyOptimizer::Reductions ZeroRedundancyOptimizer::reductions() const {
@@ -126,11 +134,7 @@ std::vector<StateSlice> ZeroRedundancyOptimizer::state_slices() const {
   return slices;
 }
 
-void ZeroRedundancyOptimizer::load_state_slices(const std::vector<StateSlice>& slices) {
-  load_state_slices(std::vector(slices));
-}
-
-void ZeroRedundancyOptimizer::load_state_slices(std::vector<StateSlice>&& slices) {
+void ZeroRedundancyOptimizer::load_state_slices(std::vector<StateSlice> slices) {
   impl_->load_slices(slices);
 }
 

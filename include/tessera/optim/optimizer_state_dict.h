@@ -18,6 +18,10 @@ using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;
 /// appears once, under its first name.
 NamedParameters named_parameters(const torch::nn::Module& module);
 
+/// Names for parameters that have none: their numbers in the list, from "0", as in the state dicts
+/// of PyTorch's torch.optim.
+NamedParameters numbered_parameters(const std::vector<at::Tensor>& parameters);
+
 /// The whole state of an optimizer, keyed by parameter name. It does not depend on addresses, the
 /// libtorch version, the world size or the sharding. Tensors that follow a parameter have its
 /// shape. Parameters that were never stepped have no entry.
@@ -34,11 +38,18 @@ struct OptimizerStateDict {
 /// The tensors are copies on the CPU. Local.
 OptimizerStateDict state_dict(const torch::optim::Optimizer& optimizer,
                               const NamedParameters& parameters);
+/// The same with the numbers of the parameters, over all groups, as names.
+OptimizerStateDict state_dict(const torch::optim::Optimizer& optimizer);
 
 /// Loads state and options into a plain optimizer; the tensors are copied. Throws UsageError that
 /// names the parameter when groups, names or shapes do not match; the optimizer is then unchanged.
-/// Local.
+/// Without `strict` groups and names may differ: a parameter that `dict` does not have starts anew,
+/// one that the optimizer does not have is left out, and a group takes the options of the group of
+/// `dict` that has its first known parameter. Shapes that differ always are an error. Local.
 void load_state_dict(torch::optim::Optimizer& optimizer, const NamedParameters& parameters,
-                     const OptimizerStateDict& dict);
+                     const OptimizerStateDict& dict, bool strict = true);
+/// The same for parameters by number.
+void load_state_dict(torch::optim::Optimizer& optimizer, const OptimizerStateDict& dict,
+                     bool strict = true);
 
 }  // namespace tessera

@@ -129,7 +129,8 @@ UnmatchedNames detail::load_module(
   return match.unmatched;
 }
 
-void load_state_dict(torch::nn::Module& module, const ModuleStateDict& state) {
+UnmatchedNames load_state_dict(torch::nn::Module& module, const ModuleStateDict& state,
+                               bool strict) {
   std::vector<SafetensorsEntry> entries;
   std::map<std::string, at::Tensor> by_name;
   for (const auto& [name, tensor] : state) {
@@ -138,12 +139,13 @@ void load_state_dict(torch::nn::Module& module, const ModuleStateDict& state) {
     entries.push_back({name, "", tensor.sizes().vec()});
     by_name[name] = tensor;
   }
-  detail::load_module(module, "load_state_dict", entries,
-                      [&](const std::string& name) { return by_name.at(name); });
+  return detail::load_module(
+      module, "load_state_dict", entries, [&](const std::string& name) { return by_name.at(name); },
+      strict);
 }
 
-void load_state_dict(torch::nn::Module& module, const std::string& path) {
-  load_state_dict(module, Weights(path));
+UnmatchedNames load_state_dict(torch::nn::Module& module, const std::string& path, bool strict) {
+  return load_state_dict(module, Weights(path), strict);
 }
 
 UnmatchedNames load_state_dict(torch::nn::Module& module, const Weights& weights, bool strict) {

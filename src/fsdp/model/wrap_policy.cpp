@@ -3,6 +3,8 @@
 #include <algorithm>
 
 #include <fmt/format.h>
+#include <torch/nn/modules/container/moduledict.h>
+#include <torch/nn/modules/container/modulelist.h>
 
 #include "tessera/detail/name_pattern.h"
 #include "tessera/error.h"
@@ -32,8 +34,10 @@ WrapPolicy read_name_based(OptionReader& options) {
 
 WrapPolicy wrap_by_size(int64_t min_numel) {
   check_option("wrap_by_size", "min_numel", min_numel, kAtLeastOne);
-  return [min_numel](torch::nn::Module&, const std::string&, int64_t unwrapped) {
-    return unwrapped >= min_numel;
+  return [min_numel](torch::nn::Module& module, const std::string&, int64_t unwrapped) {
+    const bool container = dynamic_cast<torch::nn::ModuleListImpl*>(&module) != nullptr ||
+                           dynamic_cast<torch::nn::ModuleDictImpl*>(&module) != nullptr;
+    return !container && unwrapped >= min_numel;
   };
 }
 

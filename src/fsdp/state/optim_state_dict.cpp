@@ -59,7 +59,8 @@ OptimizerStateDict FullyShardedDataParallelBase::optim_state_dict(
 }
 
 void FullyShardedDataParallelBase::load_optim_state_dict(torch::optim::Optimizer& optimizer,
-                                                         const OptimizerStateDict& dict) {
+                                                         const OptimizerStateDict& given,
+                                                         bool strict) {
   auto& sharded = *sharded_;
   sharded.require_idle("load_optim_state_dict");
   check_optimizer(optimizer);
@@ -68,6 +69,7 @@ void FullyShardedDataParallelBase::load_optim_state_dict(torch::optim::Optimizer
   for (auto& group : names)
     std::replace(group.begin(), group.end(), std::string(),
                  std::string("a tensor that is not in fsdp.parameters()"));
+  const auto dict = strict ? given : sharding::for_groups(given, names, optimizer);
   sharding::check_groups(where, names, dict);
   for (const auto& [name, state] : dict.state) {
     const auto& known = sharded.model.parameters;

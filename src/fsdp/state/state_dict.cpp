@@ -129,7 +129,7 @@ void FullyShardedDataParallelBase::save_state_dict(const std::string& path) {
   }
 }
 
-void FullyShardedDataParallelBase::load_state_dict(const State& state) {
+UnmatchedNames FullyShardedDataParallelBase::load_state_dict(const State& state, bool strict) {
   auto& sharded = *sharded_;
   sharded.require_idle("load_state_dict");
   at::NoGradGuard no_grad;
@@ -141,17 +141,21 @@ void FullyShardedDataParallelBase::load_state_dict(const State& state) {
   }
   WeightsMatch match;
   check_on_all_ranks(sharded, "load_state_dict", [&] {
-    match = detail::match_entries(sharded.module, "the state", given);
+    match = detail::match_entries(sharded.module, "the state", given, strict);
     detail::check_equal("the state", match, [&](const auto& name) { return by_name.at(name); });
   });
+  const auto is_given = [&](const auto& name) { return match.names.count(name) > 0; };
   const auto value_of = [&](const auto& name) { return by_name.at(match.names.at(name)); };
+  const auto& parameters = sharded.model.parameters;
   sharded.residency->release_all();
-  for (size_t i = 0; i < sharded.model.parameters.size(); ++i)
-    take_shard(sharded.model, i, value_of(sharded.model.parameters[i].name));
-  for (auto& [name, tensor] : unsharded(sharded)) tensor.copy_(value_of(name));
+  for (size_t i = 0; i < parameters.size(); ++i)
+    if (is_given(parameters[i].name)) take_shard(sharded.model, i, value_of(parameters[i].name));
+  for (auto& [name, tensor] : unsharded(sharded))
+    if (is_given(name)) tensor.copy_(value_of(name));
+  return match.unmatched;
 }
 
-void FullyShardedDataParallelBase::load_state_dict(const std::string& path) {
+UnmatchedNames FullyShardedDataParallelBase::load_state_dict(const std::string& path, bool strict) {
   auto& sharded = *sharded_;
   sharded.require_idle("load_state_dict");
   at::NoGradGuard no_grad;
@@ -160,19 +164,23 @@ void FullyShardedDataParallelBase::load_state_dict(const std::string& path) {
   WeightsMatch match;
   check_on_all_ranks(sharded, kCall, [&] {
     file.emplace(path);
-    match = match_weights(sharded.module, *file);
+    match = match_weights(sharded.module, *file, strict);
     for (const auto& shard : shards(true)) {
+      const auto found = match.names.find(shard.parameter);
       for (const auto& [first, second, advice] : match.equal)
-        if (first == match.names.at(shard.parameter))
+        if (found != match.names.end() && first == found->second)
           check_equal_shards(*file, first, second, shard, advice);
     }
   });
+  const auto is_given = [&](const auto& name) { return match.names.count(name) > 0; };
   sharded.residency->release_all();
   check_on_all_ranks(sharded, kCall, [&] {
     for (const auto& shard : shards(true))
-      load_shard(*file, match.names.at(shard.parameter), shard);
-    for (auto& [name, tensor] : unsharded(sharded)) tensor.copy_(file->load(match.names.at(name)));
+      if (is_given(shard.parameter)) load_shard(*file, match.names.at(shard.parameter), shard);
+    for (auto& [name, tensor] : unsharded(sharded))
+      if (is_given(name)) tensor.copy_(file->load(match.names.at(name)));
   });
+  return match.unmatched;
 }
 
 }  // namespace tessera

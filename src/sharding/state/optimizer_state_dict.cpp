@@ -19,7 +19,21 @@ NamedParameters named_parameters(const torch::nn::Module& module) {
   return result;
 }
 
+NamedParameters numbered_parameters(const std::vector<at::Tensor>& parameters) {
+  NamedParameters result;
+  for (const auto& parameter : parameters)
+    result.emplace_back(std::to_string(result.size()), parameter);
+  return result;
+}
+
 namespace {
+
+NamedParameters numbered_parameters_of(const torch::optim::Optimizer& optimizer) {
+  std::vector<at::Tensor> all;
+  for (const auto& group : optimizer.param_groups())
+    all.insert(all.end(), group.params().begin(), group.params().end());
+  return numbered_parameters(all);
+}
 
 std::unordered_map<const void*, std::string> names_by_address(const NamedParameters& parameters) {
   std::unordered_map<const void*, std::string> names;
@@ -62,8 +76,17 @@ OptimizerStateDict state_dict(const torch::optim::Optimizer& optimizer,
   return dict;
 }
 
+OptimizerStateDict state_dict(const torch::optim::Optimizer& optimizer) {
+  return state_dict(optimizer, numbered_parameters_of(optimizer));
+}
+
+void load_state_dict(torch::optim::Optimizer& optimizer, const OptimizerStateDict& dict,
+                     bool strict) {
+  load_state_dict(optimizer, numbered_parameters_of(optimizer), dict, strict);
+}
+
 void load_state_dict(torch::optim::Optimizer& optimizer, const NamedParameters& parameters,
-                     const OptimizerStateDict& dict) {
+                     const OptimizerStateDict& given, bool strict) {
   at::NoGradGuard no_grad;
   const auto names = names_by_address(parameters);
   auto& groups = optimizer.param_groups();
@@ -71,6 +94,7 @@ void load_state_dict(torch::optim::Optimizer& optimizer, const NamedParameters& 
   for (size_t g = 0; g < groups.size(); ++g)
     for (const auto& parameter : groups[g].params())
       mine[g].push_back(name_of(names, parameter, g, mine[g].size()));
+  const auto dict = strict ? given : sharding::for_groups(given, mine, optimizer);
   sharding::check_groups("load_state_dict", mine, dict);
   for (size_t g = 0; g < groups.size(); ++g) {
     for (size_t i = 0; i < mine[g].size(); ++i) {
