@@ -60,7 +60,6 @@ REASONS = {
     "sharding/gradients/gradient_placement.cpp": KEEPS,
     "sharding/gradients/reducer.cpp": OWN,
     "sharding/shared_memory_of.cpp": KEEPS,
-    "train/hooks/predictions_hook.cpp": RESOLVED,
     "train/groups/separate_groups.cpp": OWN,
     "train/hooks/histogram.cpp": OWN,
     "train/program/training_session.cpp": OWN,

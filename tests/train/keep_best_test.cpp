@@ -192,5 +192,39 @@ TEST_F(KeepBestTest, WithoutEvaluationsItIsAnErrorBeforeTheFirstStep) {
   EXPECT_THAT(fails({}), HasSubstr("metrics: there are no evaluations"));
 }
 
+const std::string kFsdp = "parallel.type=FullyShardedDataParallel";
+
+class MmengineFlow : public testing::TrainFixture {};
+
+TEST_F(MmengineFlow, OneConfigRunsOnTwoRanksAndResumesOnThree) {
+  std::ofstream("c.yaml") << R"(
+model: {type: GPT2, vocab_size: 256, n_positions: 16, n_embd: 16, n_layer: 2, n_head: 2, seed: 1}
+data: {type: ByteText, path: text.txt, seq_len: 16}
+optimizer: {type: AdamW, lr: 3e-3, paramwise: {norm_decay_mult: 0}}
+scheduler: {type: constant, warmup_steps: 4}
+parallel: {type: FullyShardedDataParallel, wrap_policy: leaves}
+metrics: [perplexity, accuracy]
+train: {steps: 12, global_batch: 12, accumulation: 2, autocast: bfloat16, clip_grad_norm: 1,
+        ema: {decay: 0.5}, eval_every: 3, eval_batches: 2, eval_batch: 5, log: out/log.jsonl,
+        save: out/model.safetensors, early_stop: {patience: 9, metric: perplexity, mode: min}}
+checkpoint: {folder: run, every: 2, keep_last: 1, keep_best: {metric: accuracy, mode: max}}
+)";
+  const auto whole = train_ranks(2, {kFsdp, "checkpoint.folder=whole"});
+  const auto log_of_whole = log();
+  train_ranks(2, {kFsdp, "train.steps=7"});
+  const auto resumed = train_ranks(3, {kFsdp});
+  EXPECT_EQ(resumed.first_step, 7);
+  for (const std::string figure : {"loss", "perplexity", "accuracy"})
+    EXPECT_NEAR(resumed.eval_figures.at(figure) / whole.eval_figures.at(figure), 1, 0.05) << figure;
+  ASSERT_EQ(log().size(), 12u);
+  for (const size_t step : {2, 5, 8, 11})
+    EXPECT_TRUE(log()[step].contains("eval_perplexity") &&
+                log_of_whole[step].contains("eval_loss"));
+  const auto state = nlohmann::json::parse(bytes_of("run/step-00000012/state.json"));
+  const auto best = state["keep_best"]["checkpoints"].at(0)["step"].get<int64_t>();
+  EXPECT_TRUE(std::filesystem::exists(fmt::format("run/step-{:08d}/manifest.json", best)));
+  EXPECT_TRUE(std::filesystem::exists("out/model.safetensors"));
+}
+
 }  // namespace
 }  // namespace tessera
