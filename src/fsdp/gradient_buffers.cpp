@@ -54,7 +54,9 @@ void GradientBuffers::begin_backward() {
 
 void GradientBuffers::begin(FlatParameter& flat) {
   auto& gradients = flat.gradients;
-  gradients.flat = gradients.slots->take(flat.layout.numel());
+  const auto numel = flat.layout.numel();
+  gradients.flat =
+      model_.diverged ? gradients.slots->take_private(numel) : gradients.slots->take(numel);
   for (size_t m = 0; m < flat.members.size(); ++m) {
     gradients.views.push_back(gradient_view(flat, m));
     if (has_window(flat, m)) placement_.set_window(flat.members[m], gradients.views.back());
@@ -130,6 +132,24 @@ void GradientBuffers::forget(FlatParameter& flat) {
   std::fill(gradients.has.begin(), gradients.has.end(), 0);
   // A unit that is reduced again in this backward gets another buffer.
   std::fill(gradients.placed.begin(), gradients.placed.end(), 0);
+}
+
+void GradientBuffers::take_back(FlatParameter& flat, const at::Tensor& slot,
+                                const std::vector<char>& has) {
+  auto& gradients = flat.gradients;
+  gradients.reduced = false;
+  auto views = std::exchange(gradients.views, {});
+  const auto later = std::exchange(gradients.flat, slot);
+  for (size_t m = 0; m < flat.members.size(); ++m) {
+    auto view = gradient_view(flat, m);
+    if (later.defined() && gradients.has[m]) has[m] ? view.add_(views[m]) : view.copy_(views[m]);
+    gradients.has[m] |= has[m];
+    gradients.views.push_back(std::move(view));
+  }
+  if (!later.defined()) return;
+  views.clear();
+  stats_.gradient_bytes -= static_cast<int64_t>(later.nbytes());
+  gradients.slots->give(later);
 }
 
 void GradientBuffers::drop(FlatParameter& flat) {

@@ -26,6 +26,8 @@ class GradientBuffers {
   void displace(FlatParameter& flat);
   /// The flat buffer is no longer that of `flat`.
   void forget(FlatParameter& flat);
+  /// The members in `has` have gradients in `slot` again, whose reduction was not made.
+  void take_back(FlatParameter& flat, const at::Tensor& slot, const std::vector<char>& has);
   /// Drops the gradients that are accumulated and not reduced.
   void drop(FlatParameter& flat);
 

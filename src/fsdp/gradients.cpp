@@ -5,6 +5,8 @@
 #include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 
+#include "comm/execution/diverged.h"
+#include "comm/group/divergence_scope.h"
 #include "memory/heap.h"
 #include "tessera/error.h"
 
@@ -34,6 +36,25 @@ bool take_reduced(const ShardedModel& model) {
   return any;
 }
 
+/// A rank that has ended its backward does not see that another one reduces a unit again, except
+/// where a barrier follows. So no gradient may arrive after the reduction that was not expected.
+bool none_may_follow(const ShardedModel& model, const FlatParameter& flat,
+                     const sharding::ArrivalTracker& tracker) {
+  return model.shares_memory() ||
+         std::all_of(flat.members.begin(), flat.members.end(),
+                     [&](size_t parameter) { return tracker.expected(parameter) > 0; });
+}
+
+/// With replicas of all parameters no gather shows that another rank uses a unit that this rank
+/// does not use.
+void meet_replicas(ShardedModel& model) {
+  const auto& flats = model.flats;
+  if (model.replicas.size() > 1 && std::any_of(flats.begin(), flats.end(), [](const auto* flat) {
+        return flat->trainable && !flat->gradients.reduced;
+      }))
+    model.replicas.barrier("end of backward without gradients of some units");
+}
+
 }  // namespace
 
 Gradients::Gradients(ShardedModel& model, const FullyShardedDataParallelOptions& options,
@@ -42,7 +63,12 @@ Gradients::Gradients(ShardedModel& model, const FullyShardedDataParallelOptions&
       join_leader_(join_leader),
       residency_(residency),
       buffers_(model, stats),
-      reductions_(model, options, stats, join_leader),
+      reductions_(model, options, stats, join_leader,
+                  [this] {
+                    residency_.diverge();
+                    reduce_rest();
+                    residency_.end_backward(true);
+                  }),
       placeholders_(model, buffers_, reductions_),
       has_large_(has_large(model)),
       tracker_(flats_of_parameters(model), model.flats.size()) {}
@@ -73,25 +99,38 @@ void Gradients::wait() {
   reductions_.finish_late();
 }
 
+/// Runs a part of backward that the ranks may run at different places, or not at all: once more
+/// after a divergence.
+template <class Action>
+void Gradients::evenly(Action&& action) {
+  try {
+    const comm::DivergenceScope scope(may_diverge(model_, join_leader_));
+    return action();
+  } catch (const comm::Diverged&) {
+    residency_.diverge();
+  }
+  action();
+}
+
 /// Gives `flat` a buffer, unless it has one.
 void Gradients::begin(FlatParameter& flat) {
   if (flat.gradients.flat.defined()) return;
   drop_early();
   join_leader_.broadcast_event(FirstGradient{sync(), flat.index});
   if (sync()) {
-    reductions_.make_room();
+    evenly([this] { reductions_.make_room(); });
     if (flat.gradients.defer_until_complete) residency_.gradients_complete(model_.units[flat.unit]);
   }
   if (has_large_) {
     const auto left = unreduced(model_);
     if (sync() && left.few()) {
-      reductions_.finish_all();
+      evenly([this] { reductions_.finish_all(); });
       return_free_slots(model_);
     }
     // Each call costs page faults in the next unit, so there are few.
     if (is_large(flat) || (left.small & (left.small - 1)) == 0) memory::return_freed_memory();
   }
-  buffers_.begin(flat);
+  evenly([&] { buffers_.begin(flat); });
 }
 
 /// Gradients can be computed in the flat buffer only if the unit has one. So the unit that was
@@ -126,14 +165,17 @@ void Gradients::arrived(size_t parameter, const at::Tensor& computed) {
         "inputs, DistributedDataParallel or ZeroRedundancyOptimizer",
         kName, model_.world.rank(), name));
   tracker_.arrive(parameter);
-  const bool complete = tracker_.complete(flat->index);
+  const bool complete = tracker_.complete(flat->index) && none_may_follow(model_, *flat, tracker_);
   const bool deferred = flat->gradients.defer_until_complete;
   if (sync() && deferred && !flat->gradients.flat.defined() && !complete) return;
   if (deferred) take_all(*flat, member, computed);
   else take(*flat, member, computed);
   if (!complete) return;
-  if (sync()) reduce(*flat);
-  begin_next(*flat);
+  if (sync())
+    evenly([this, flat = flat] {
+      if (!model_.diverged) reduce(*flat);
+    });
+  if (!model_.diverged) begin_next(*flat);
 }
 
 void Gradients::take(FlatParameter& flat, size_t member, const at::Tensor& computed) {
@@ -155,12 +197,14 @@ void Gradients::reduce(FlatParameter& flat) {
     join_leader_.broadcast_event(GradientsReduced{flat.index, forwards_, gradients.has});
   reductions_.finish(flat);
   buffers_.displace(flat);
-  order_.push_back(&flat);
   // Ranks that have made different numbers of passes would reduce gradients of different steps.
+  const auto turn = model_.diverged ? 0 : order_.size(),
+             backward = model_.diverged ? 0 : backwards_;
   reductions_.begin(
-      flat, order_.size() - 1,
+      flat, turn,
       fmt::format("gradients of unit {}: {}; backward {} after {} forwards", unit.display_name(),
-                  digest(gradients.has), backwards_ + 1, forwards_));
+                  digest(gradients.has), backward + 1, forwards_));
+  order_.push_back(&flat);
   for (size_t m = 0; m < flat.members.size(); ++m) {
     const auto parameter = flat.members[m];
     tracker_.expect(parameter, gradients.has[m] || tracker_.arrivals(parameter) > 0);
@@ -198,11 +242,16 @@ bool Gradients::end_backward() {
   bool reduced = take_reduced(model_);
   drop_early();
   if (sync()) {
-    for (auto* flat : model_.flats) {
-      if (!flat->trainable) continue;
-      if (flat->gradients.defer_until_complete) take_all(*flat, 0, {});
-      if (flat->gradients.flat.defined()) reduce(*flat);
-    }
+    evenly([this] {
+      for (auto* flat : model_.flats) {
+        if (!flat->trainable || model_.diverged) continue;
+        if (flat->gradients.defer_until_complete) take_all(*flat, 0, {});
+        if (flat->gradients.flat.defined() && !model_.diverged) reduce(*flat);
+      }
+      if (!model_.diverged) reductions_.finish_early();
+      if (!model_.diverged && !order_.empty()) meet_replicas(model_);
+    });
+    if (model_.diverged) reduce_in_order();
     reduced = take_reduced(model_) || reduced;
     if (reduced) ++backwards_;
     if (reduced) last_order_ = order_;
@@ -211,6 +260,51 @@ bool Gradients::end_backward() {
   order_.clear();
   placeholders_.end_backward();
   return reduced;
+}
+
+bool Gradients::end_diverged_backward() { return sync() && reduce_rest(); }
+
+bool Gradients::reduce_rest() {
+  const std::lock_guard lock(*model_.mutex);
+  const at::NoGradGuard no_grad;
+  const auto own = placeholders_.own_access();
+  reduce_in_order();
+  const bool reduced = take_reduced(model_);
+  reductions_.end_backward();
+  order_.clear();
+  placeholders_.end_backward();
+  return reduced;
+}
+
+/// Reduces all gradients that are left. Parameters without a gradient on this rank count as zero if
+/// another rank has one.
+void Gradients::reduce_in_order() {
+  reductions_.finish_all();
+  reductions_.take_back([this](auto& flat, const auto& slot, const auto& used) {
+    buffers_.take_back(flat, slot, used);
+  });
+  std::vector<int> ranks_with;
+  for (auto* flat : model_.flats) {
+    if (flat->trainable && flat->gradients.defer_until_complete) take_all(*flat, 0, {});
+    ranks_with.insert(ranks_with.end(), flat->gradients.has.begin(), flat->gradients.has.end());
+  }
+  auto counts = at::tensor(ranks_with, at::kInt).to(model_.world.control_device());
+  model_.world.all_reduce_async(counts, 1, "which parameters have gradients").wait();
+  counts = counts.cpu();
+  const auto count = counts.accessor<int, 1>();
+  int64_t next = 0;
+  for (auto* flat : model_.flats) {
+    auto& gradients = flat->gradients;
+    const auto begins = next, members = static_cast<int64_t>(gradients.has.size());
+    next += members;
+    if (counts.narrow(0, begins, members).sum().item<int64_t>() == 0) continue;
+    begin(*flat);
+    for (size_t m = 0; m < gradients.has.size(); ++m) {
+      const bool used = count[begins + static_cast<int64_t>(m)] > 0;
+      if (used && !std::exchange(gradients.has[m], 1)) gradients.views[m].zero_();
+    }
+    reduce(*flat);
+  }
 }
 
 void Gradients::abandon() {

@@ -36,6 +36,8 @@ class Gradients {
   /// False: nothing was reduced, because of no_sync() or because the pass was an autograd::grad()
   /// of other tensors.
   bool end_backward();
+  /// After end_backward(), if the ranks have diverged at the end of it: the same once more.
+  bool end_diverged_backward();
   /// For a backward that was abandoned: drops its gradients, also those of open reductions.
   void abandon();
   /// Clears those of the parameters whose `.grad` the program has reset since the last backward:
@@ -61,6 +63,10 @@ class Gradients {
   void take_all(FlatParameter& flat, size_t arrived, const at::Tensor& computed);
   void drop_early();
   void reduce(FlatParameter& flat);
+  void reduce_in_order();
+  bool reduce_rest();
+  template <class Action>
+  void evenly(Action&& action);
 
   ShardedModel& model_;
   JoinLeader& join_leader_;

@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "comm/base/tree_sum.h"
+#include "comm/execution/diverged.h"
 #include "fsdp/gradient_buffers.h"
 #include "fsdp/paging/advice.h"
 #include "tessera/error.h"
@@ -29,6 +30,16 @@ sharding::Lanes lanes_of(const ShardedModel& model, WireFormat wire) {
 /// The hooks that the program has registered on a tensor (register_hook).
 const auto& hooks_of(const at::Tensor& tensor) { return torch::autograd::impl::hooks(tensor); }
 
+/// `recover`: after a divergence that `action` has shown.
+template <class Action>
+void recovering(const std::function<void()>& recover, Action&& action) {
+  try {
+    action();
+  } catch (const comm::Diverged&) {
+    recover();
+  }
+}
+
 bool all_are(const std::vector<char>& flags, char value) {
   return std::count(flags.begin(), flags.end(), value) == static_cast<int64_t>(flags.size());
 }
@@ -36,17 +47,19 @@ bool all_are(const std::vector<char>& flags, char value) {
 }  // namespace
 
 Reductions::Reductions(ShardedModel& model, const FullyShardedDataParallelOptions& options,
-                       FsdpStats& stats, JoinLeader& join_leader)
+                       FsdpStats& stats, JoinLeader& join_leader, std::function<void()> recover)
     : model_(model),
       options_(options),
       stats_(stats),
       join_leader_(join_leader),
+      recover_(std::move(recover)),
       shard_wire_(lanes_of(model, options.wire.gradients)),
       replica_wire_(sharding::Lanes(model.replicas, options.wire.gradients, 1)),
       norms_([this] { refuse_own_norms(); }, [this] { return shard_gradients(); }),
       stream_(model.device()) {}
 
 Reductions::~Reductions() {
+  recover_ = [] {};
   try {
     finish_late();
   } catch (const Error&) {
@@ -60,7 +73,13 @@ void Reductions::begin(FlatParameter& flat, size_t turn, const std::string& tag)
   const std::shared_ptr<Reduction> reduction(
       new Reduction{.flat = flat, .slot = flat.gradients.flat, .used = flat.gradients.has});
   set_aside(*reduction);
-  start(*reduction, turn, tag);
+  try {
+    start(*reduction, turn, tag);
+  } catch (const comm::Diverged&) {
+    reduction->dropped = true;
+    settle(*reduction);
+    throw;
+  }
   open_.push_back(reduction);
   ++stats_.reductions;
 }
@@ -203,10 +222,32 @@ void Reductions::settle(Reduction& reduction) {
   }
 }
 
+/// The ranks diverged before `reduction`: its gradients stay in the slot, and those of the shards
+/// are what they were.
+void Reductions::fail(const std::shared_ptr<Reduction>& reduction) {
+  reduction->dropped = true;
+  auto& flat = reduction->flat;
+  if (reduction->late) {
+    open_.pop_front();
+    flat.gradients.page->attach(flat.gradients.own_segment);
+    for (size_t m = 0; m < reduction->used.size(); ++m)
+      if (reduction->used[m]) flat.shards[m].tensor.mutable_grad() = at::Tensor();
+  }
+  settle(*reduction);
+  failed_.push_back(reduction);
+  --stats_.reductions;
+}
+
 void Reductions::finish_one() {
   const auto reduction = open_.front();
   if (!reduction->late) open_.pop_front();  // the error of a late one is for all that use it
-  advised([&] { reduction->work.wait(); });
+  try {
+    advised([&] { reduction->work.wait(); });
+  } catch (const comm::Diverged&) {
+    fail(reduction);
+    if (model_.diverged) return;
+    throw;
+  }
   if (reduction->late) open_.pop_front();
   stream_.join(reduction->mark);
   auto& flat = reduction->flat;
@@ -239,7 +280,9 @@ void Reductions::finish_all() {
 }
 
 void Reductions::finish_late() {
-  while (!open_.empty() && open_.front()->late) finish_one();
+  recovering(recover_, [this] {
+    while (!open_.empty() && open_.front()->late) finish_one();
+  });
 }
 
 /// Whether nothing but memory is missing to the gradients of the shards.
@@ -255,12 +298,17 @@ bool Reductions::may_be_late(const Reduction& reduction) const {
   return true;
 }
 
+/// Where ranks have used different parameters, they are likely to do so again.
+void Reductions::finish_early() {
+  const bool late = !model_.has_diverged && on_the_way_.empty() &&
+                    std::all_of(open_.begin(), open_.end(),
+                                [this](const auto& open) { return may_be_late(*open); });
+  if (!late) finish_all();
+}
+
 void Reductions::end_backward() {
   norms_.reset();
-  const bool late =
-      on_the_way_.empty() && std::all_of(open_.begin(), open_.end(),
-                                         [this](const auto& open) { return may_be_late(*open); });
-  if (!late) finish_all();
+  finish_early();
   for (auto& open : open_) {
     settle(*open);
     open->late = true;
@@ -287,8 +335,10 @@ void Reductions::end_step(StepEnd end) {
 void Reductions::need(c10::ArrayRef<sharding::PageUse> uses, std::string_view op) {
   {
     const std::lock_guard lock(*model_.mutex);
-    for (const auto& use : uses)
-      while (!use.page->attached() && !open_.empty()) finish_one();
+    recovering(recover_, [&] {
+      for (const auto& use : uses)
+        while (!use.page->attached() && !open_.empty()) finish_one();
+    });
   }
   if (model_.shard_group.size() > 1) norms_.need(uses, op);
 }

@@ -23,9 +23,10 @@ namespace tessera::fsdp {
 /// backward.
 class Reductions : public sharding::PageOwner {
  public:
+  /// `recover`: after a divergence before a late gradient, makes the reductions that are left.
   /// Collective.
   Reductions(ShardedModel& model, const FullyShardedDataParallelOptions& options, FsdpStats& stats,
-             JoinLeader& join_leader);
+             JoinLeader& join_leader, std::function<void()> recover);
   ~Reductions() override;
 
   /// Begins to reduce the flat buffer of `flat`, in `turn` of this backward. `tag`: a text that
@@ -38,6 +39,14 @@ class Reductions : public sharding::PageOwner {
   /// Waits until no reduction of `flat` is under way, and until its gradients can be added to.
   void finish(const FlatParameter& flat);
   void finish_all();
+  /// At the end of backward: those that cannot be late.
+  void finish_early();
+  /// Calls `take(flat, slot, used)` for each reduction that was not made because the ranks have
+  /// diverged. All have ended.
+  template <class Take>
+  void take_back(Take&& take) {
+    for (const auto& each : std::exchange(failed_, {})) take(each->flat, each->slot, each->used);
+  }
   /// Waits for late gradients.
   void finish_late();
   /// At the end of backward: `.grad` of the shards is up to date, or arrives late.
@@ -72,6 +81,7 @@ class Reductions : public sharding::PageOwner {
   void add(Reduction& reduction, int64_t offset, const at::Tensor& sum);
   void finish_one();
   void settle(Reduction& reduction);
+  void fail(const std::shared_ptr<Reduction>& reduction);
   bool may_be_late(const Reduction& reduction) const;
   void wait_for_host_sums();
   std::set<sharding::LocalNorms::Gradient> shard_gradients() const;
@@ -81,9 +91,11 @@ class Reductions : public sharding::PageOwner {
   const FullyShardedDataParallelOptions& options_;
   FsdpStats& stats_;
   JoinLeader& join_leader_;
+  std::function<void()> recover_;
   sharding::GradientWire shard_wire_, replica_wire_;
   sharding::LocalNorms norms_;
   std::deque<std::shared_ptr<Reduction>> open_;
+  std::vector<std::shared_ptr<Reduction>> failed_;     // the ranks diverged before them
   HostSums on_the_way_;                                // of finished reductions
   std::vector<std::shared_ptr<Reduction>> unsettled_;  // which wait for on_the_way_
   comm::CommStream stream_;

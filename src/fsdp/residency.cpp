@@ -7,6 +7,8 @@
 
 #include <fmt/format.h>
 
+#include "comm/execution/diverged.h"
+#include "comm/group/divergence_scope.h"
 #include "fsdp/paging/advice.h"
 #include "tessera/error.h"
 
@@ -84,6 +86,22 @@ void refuse_stale_graph(const ShardedModel& model) {
   }
 }
 
+bool contains(const std::vector<size_t>& units, size_t unit) {
+  return std::find(units.begin(), units.end(), unit) != units.end();
+}
+
+/// Whether the module of `outer` contains that of one of `units`, and so is likely to continue
+/// after it.
+bool encloses_one(const ShardedModel& model, const std::vector<size_t>& units, size_t outer) {
+  for (auto inner : units) {
+    while (!model.units[inner].root) {
+      inner = model.units[inner].parent;
+      if (inner == outer) return true;
+    }
+  }
+  return false;
+}
+
 }  // namespace
 
 Residency::Residency(ShardedModel& model, const FullyShardedDataParallelOptions& options,
@@ -111,7 +129,7 @@ void Residency::need(c10::ArrayRef<sharding::PageUse> uses, std::string_view op)
   needed_.clear();
   for (const auto& use : uses) {
     const auto unit = model_.flats[use.page->index()]->unit;
-    if (std::find(needed_.begin(), needed_.end(), unit) == needed_.end()) needed_.push_back(unit);
+    if (!contains(needed_, unit)) needed_.push_back(unit);
   }
   advised([&] { this->use(backward ? Phase::backward : Phase::forward); });
 }
@@ -125,6 +143,33 @@ void Residency::failed(const sharding::PageUse& use, std::string_view op,
 
 /// The current operator uses the units in needed_.
 void Residency::use(Phase phase) {
+  if (model_.diverged) return;
+  try {
+    const comm::DivergenceScope scope(may_diverge(model_, join_leader_));
+    gather_needed(phase);
+  } catch (const comm::Diverged&) {
+    diverge();
+  }
+}
+
+void Residency::diverge() {
+  const std::lock_guard lock(*model_.mutex);
+  model_.diverge();
+  turn_ = 0;
+  for (auto& unit : model_.units) {
+    const bool counted = unit.state != Unit::State::released;
+    unit.settle(stream_);
+    if (counted && unit.state == Unit::State::released)
+      stats_.gathered_bytes -= unit.gathered_bytes();
+  }
+  for (auto& unit : model_.units) {
+    if (unit.state == Unit::State::released) fetch(unit, phase_, false);
+    else unit.gather(model_.shard_group.rank(), model_.gathers, turn_, stream_, true);
+  }
+  for (auto& unit : model_.units) unit.finish(stream_);
+}
+
+void Residency::gather_needed(Phase phase) {
   const bool backward = phase == Phase::backward, between_hosts = look_ahead_ > 1;
   if (std::exchange(phase_, phase) != phase) turn_ = 0;
   bool moved = false, all_resident = true;
@@ -154,7 +199,7 @@ void Residency::use(Phase phase) {
 }
 
 void Residency::fetch(Unit& unit, Phase phase, bool prefetch) {
-  unit.gather(model_.shard_group.rank(), model_.gathers, turn_, stream_);
+  unit.gather(model_.shard_group.rank(), model_.gathers, turn_, stream_, model_.diverged);
   if (unit.on_host()) copies_.issued(unit.mark);
   ++(phase == Phase::forward ? stats_.gathers_forward : stats_.gathers_backward);
   stats_.prefetches += prefetch;
@@ -164,25 +209,9 @@ void Residency::fetch(Unit& unit, Phase phase, bool prefetch) {
 }
 
 void Residency::release(Unit& unit) {
-  if (unit.state == Unit::State::released) return;
+  if (unit.state == Unit::State::released || model_.diverged) return;
   unit.release(stream_);
   stats_.gathered_bytes -= unit.gathered_bytes();
-}
-
-bool Residency::is_needed(const Unit& unit) const {
-  return std::find(needed_.begin(), needed_.end(), index_of(unit)) != needed_.end();
-}
-
-/// Whether the module of `unit` contains that of a needed unit, and so is likely to continue after
-/// it.
-bool Residency::contains_needed(const Unit& unit) const {
-  for (auto inner : needed_) {
-    while (!model_.units[inner].root) {
-      inner = model_.units[inner].parent;
-      if (inner == index_of(unit)) return true;
-    }
-  }
-  return false;
 }
 
 /// Releases units until `bytes` more fit into the budget; only units whose next use is at least
@@ -199,8 +228,9 @@ bool Residency::release_until_it_fits(int64_t bytes, size_t min_distance) {
     for (auto& unit : model_.units) {
       if (unit.state == Unit::State::released || unit.root) continue;
       gathered += unit.gathered_bytes();
-      if (is_needed(unit)) continue;
-      const Lateness lateness{order_.next_use(index_of(unit)), !contains_needed(unit),
+      if (contains(needed_, index_of(unit))) continue;
+      const Lateness lateness{order_.next_use(index_of(unit)),
+                              !encloses_one(model_, needed_, index_of(unit)),
                               clock_ - unit.last_use};
       if (std::get<0>(lateness) < min_distance || (victim && lateness <= latest)) continue;
       victim = &unit;
@@ -225,7 +255,7 @@ bool Residency::prefetch(Unit& unit, Phase phase, size_t distance) {
   if (unit.state != Unit::State::released || unit.gathered_bytes() == 0) return true;
   const auto gathering =
       std::count_if(model_.units.begin(), model_.units.end(), [this](const Unit& other) {
-        return other.state == Unit::State::gathering && !is_needed(other);
+        return other.state == Unit::State::gathering && !contains(needed_, index_of(other));
       });
   if (gathering >= static_cast<int64_t>(kMaxGathering)) return false;
   if (!unit.root && !release_until_it_fits(unit.gathered_bytes(), distance)) return false;
@@ -243,7 +273,8 @@ void Residency::gradients_done(Unit& unit) {
       order_.next_use(index_of(unit)) == UseOrder::kNever)
     release(unit);
   needed_.clear();
-  if (options_.overlap != Overlap::none && options_.backward_prefetch == BackwardPrefetch::post)
+  const bool prefetches = options_.overlap != Overlap::none && !model_.diverged;
+  if (prefetches && options_.backward_prefetch == BackwardPrefetch::post)
     prefetch_next(Phase::backward);
 }
 
@@ -251,10 +282,10 @@ void Residency::begin_forward(bool full_precision) {
   const std::lock_guard lock(*model_.mutex);
   if (forwards_ == 0) {
     phase_ = Phase::forward;
-    turn_ = 0;
     followed_ = at::GradMode::is_enabled();
     if (followed_) join_leader_.broadcast_event(ForwardBegins{full_precision});
     synchronize_changes();
+    turn_ = 0;
     for (auto& unit : model_.units) unit.note_versions();
   }
   ++forwards_;
@@ -274,7 +305,13 @@ void Residency::end_forward(bool step_over) {
     copies_.wait();
   }
   if (followed_) join_leader_.broadcast_event(ForwardEnds{});
-  wait_for_readers("end of forward");
+  try {
+    wait_for_readers("end of forward");
+  } catch (const comm::Diverged&) {
+    diverge();
+    wait_for_readers("end of forward");
+    if (step_over) end_step();
+  }
 }
 
 void Residency::abandon_forward(bool step_over) {
@@ -292,21 +329,28 @@ void Residency::end_backward(bool reduced) {
 void Residency::end_step() {
   order_.end_step();
   needed_.clear();
+  const bool diverged = std::exchange(model_.diverged, false);
   const bool keeps_unchanged =
       options_.sharding_strategy == ShardingStrategy::shard_grad_op || options_.resident_bytes > 0;
   for (auto& unit : model_.units)
-    if (!keeps_unchanged || unit.changed) release(unit);
+    if (!keeps_unchanged || unit.changed || diverged) release(unit);
+  if (!diverged) return;
+  order_ = UseOrder(model_.units.size());
+  for (auto& unit : model_.units) unit.last_use = 0;
+  for (auto* flat : model_.flats)
+    for (auto* slots : {flat->compute.slots, flat->gradients.slots})
+      if (slots) slots->sort_free();
 }
 
 /// See [Note: shards in common memory].
 void Residency::wait_for_readers(const char* tag) {
-  const bool shares_memory = std::any_of(model_.flats.begin(), model_.flats.end(),
-                                         [](const auto* flat) { return flat->common.defined(); });
-  if (shares_memory) advised([&] { model_.shard_group.barrier(tag); });
+  const comm::DivergenceScope scope(may_diverge(model_, join_leader_));
+  if (model_.shares_memory()) advised([&] { model_.shard_group.barrier(tag); });
 }
 
 void Residency::release_all() {
   const std::lock_guard lock(*model_.mutex);
+  model_.diverged = false;
   for (auto& unit : model_.units) release(unit);
   copies_.wait();
 }
@@ -314,6 +358,7 @@ void Residency::release_all() {
 /// Releases on all ranks every unit that is still gathered and whose shards have changed on any
 /// rank.
 void Residency::synchronize_changes() {
+  if (model_.diverged) end_step();
   bool any_gathered = false;
   std::vector<int> changed;
   for (auto& unit : model_.units) {
@@ -325,7 +370,13 @@ void Residency::synchronize_changes() {
   if (!any_gathered) return;
   if (model_.world.size() > 1) {
     auto flags = at::tensor(changed, at::kInt).to(model_.world.control_device());
-    model_.world.all_reduce_async(flags, 1, "which gathered units have changed").wait();
+    try {
+      const comm::DivergenceScope scope(may_diverge(model_, join_leader_));
+      model_.world.all_reduce_async(flags, 1, "which gathered units have changed").wait();
+    } catch (const comm::Diverged&) {  // other ranks are still in a backward under no_sync()
+      diverge();
+      return end_step();
+    }
     flags = flags.cpu();
     changed.assign(flags.data_ptr<int>(), flags.data_ptr<int>() + flags.numel());
   }

@@ -23,6 +23,14 @@ namespace tessera::fsdp {
 /// second barrier at the end of every forward and backward guarantees that no rank overwrites
 /// parameters that another rank still reads: all ranks have then finished with the parameters, and
 /// shards are written only outside of forward and backward.
+///
+/// [Note: divergence] Ranks may use different units, or different parameters of one unit (experts,
+/// branches). Then one rank's collective meets another collective of another rank, or one with
+/// another tag, and comm::Diverged is thrown on all of them: no message is needed where nothing
+/// differs. From there to the end of the step, the ranks do not depend on each other's path: they
+/// gather all units, release none, and reduce all remaining gradients at the end of backward, in
+/// the order of the units, after an exchange of which parameters have gradients. Memory that they
+/// need meanwhile is no slot. The next step begins without a record of use.
 class Residency : public sharding::PageOwner {
  public:
   Residency(ShardedModel& model, const FullyShardedDataParallelOptions& options, FsdpStats& stats,
@@ -49,6 +57,8 @@ class Residency : public sharding::PageOwner {
   void gradients_done(Unit& unit);
   /// Releases all units, because the shards have changed or will change.
   void release_all();
+  /// After comm::Diverged. Collective.
+  void diverge();
   int forwards() const { return forwards_; }  ///< That run, one within another.
   /// The owner of pages of shards on the host.
   sharding::PageOwner& host_shards() { return copies_; }
@@ -57,10 +67,9 @@ class Residency : public sharding::PageOwner {
 
  private:
   void use(Phase phase);
+  void gather_needed(Phase phase);
   void fetch(Unit& unit, Phase phase, bool prefetch);
   void release(Unit& unit);
-  bool is_needed(const Unit& unit) const;
-  bool contains_needed(const Unit& unit) const;
   bool release_until_it_fits(int64_t bytes, size_t min_distance);
   void prefetch_next(Phase phase);
   bool prefetch(Unit& unit, Phase phase, size_t distance);
@@ -87,5 +96,10 @@ class Residency : public sharding::PageOwner {
   // gradients.
   bool followed_ = false;
 };
+
+/// See [Note: divergence].
+inline bool may_diverge(const ShardedModel& model, const JoinLeader& join_leader) {
+  return !model.diverged && !join_leader.some_rank_has_no_data();
+}
 
 }  // namespace tessera::fsdp

@@ -17,15 +17,17 @@ class ShardPlaceholders::Meta : public torch::autograd::AutogradMeta {
     requires_grad_ = trainable;
   }
   torch::autograd::Variable& mutable_grad() override {
-    if (*owner_) (*owner_)->accessed(parameter_, true);
+    if (*owner_) (*owner_)->accessed(parameter_, true, is_missing());
     return grad_;
   }
   const torch::autograd::Variable& grad() const override {
-    if (*owner_) (*owner_)->accessed(parameter_, false);
+    if (*owner_) (*owner_)->accessed(parameter_, false, is_missing());
     return grad_;
   }
 
  private:
+  bool is_missing() const { return requires_grad_ && !grad_.defined(); }
+
   std::shared_ptr<ShardPlaceholders*> owner_;
   size_t parameter_;
 };
@@ -94,10 +96,12 @@ void ShardPlaceholders::clear(size_t parameter) {
 }
 
 /// The program is about to read the gradient of a shard, or `to_write` it: then the parameter gets
-/// a placeholder, so that zero_grad() of the module clears what the program may set.
-void ShardPlaceholders::accessed(size_t parameter, bool to_write) {
+/// a placeholder, so that zero_grad() of the module clears what the program may set. `missing`: it
+/// has none, unless another rank has used the parameter.
+void ShardPlaceholders::accessed(size_t parameter, bool to_write, bool missing) {
   if (busy_) return;
   const std::lock_guard lock(*model_.mutex);
+  if (missing) reductions_.finish_late();
   const auto text = placeholders_.set_by_program(parameter);
   if (!text.empty()) throw UsageError(text);
   if (placeholders_.take_removed(parameter)) clear(parameter);

@@ -42,7 +42,7 @@ class ShardPlaceholders {
 
   void zero(size_t parameter);
   void clear(size_t parameter);
-  void accessed(size_t parameter, bool to_write);
+  void accessed(size_t parameter, bool to_write, bool missing);
 
   ShardedModel& model_;
   GradientBuffers& buffers_;

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
 
+#include "comm/execution/diverged.h"
 #include "memory/heap.h"
 #include "sharding/detection/detection.h"
 #include "sharding/gradients/gradient_norm.h"
@@ -87,13 +88,21 @@ void ShardedModule::watch() {
 void ShardedModule::end_backward(bool has_data) {
   residency->leave_backward();
   // autograd::grad() of an input (a gradient penalty) passes through the model and reduces nothing.
-  const bool reduced = gradients->end_backward();
+  bool reduced = gradients->end_backward();
   // The optimizer is about to allocate its state, which stays. After the first backward freed
   // memory is returned, so that the state does not go into the gaps that backward has left.
   if (!std::exchange(trimmed_, true)) memory::return_freed_memory();
   join_leader.broadcast_event(BackwardEnds{reduced});
-  residency->end_backward(reduced);
-  if (reduced) buffers.synchronize(model.world, has_data);
+  try {
+    residency->end_backward(reduced);
+  } catch (const comm::Diverged&) {
+    residency->diverge();
+    reduced = gradients->end_diverged_backward() || reduced;
+    residency->end_backward(reduced);
+  }
+  if (!reduced || !buffers.synchronizes()) return;
+  gradients->wait();  // a collective of its own would meet what other ranks do after a divergence
+  buffers.synchronize(model.world, has_data);
 }
 
 void ShardedModule::require_idle(const char* call) {

@@ -331,77 +331,13 @@ struct AlternatingImpl : torch::nn::Module {
 };
 TORCH_MODULE(Alternating);
 
-TEST(FsdpErrors, SequencesOfDifferentLengthsNameTheOptionsThatHelp) {
-  const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
-    auto net = seeded<Alternating>(1);
-    net->length = 1 + rank;
-    FullyShardedDataParallel fsdp(net, group, every_leaf());
-    loss_of(fsdp(rows(0))).backward();
-  });
-  for (const char* text :
-       {"unit", "rank 0", "rank 1", "shard_grad_op", "within one unit none must"})
-    expect_usage_errors(errors, text);
-}
-
-/// Uses one of two layers. `adds_zero`: the advice for branches.
-struct BranchImpl : torch::nn::Module {
-  BranchImpl() {
-    one = register_module("one", torch::nn::Linear(3, 2));
-    other = register_module("other", torch::nn::Linear(3, 2));
-  }
-  torch::Tensor forward(torch::Tensor x) {
-    auto& used = takes_one ? one : other;
-    auto y = used(x);
-    auto& left_out = takes_one ? other : one;
-    if (adds_zero) y = y + 0 * (left_out->weight.sum() + left_out->bias.sum());
-    return y;
-  }
-  torch::nn::Linear one{nullptr}, other{nullptr};
-  bool takes_one = true, adds_zero = false;
-};
-TORCH_MODULE(Branch);
-
-TEST(FsdpErrors, TheAdviceForABranchThatSomeRanksTakeHolds) {
-  for (const bool leaves : {false, true}) {
-    auto options = leaves ? every_leaf() : FullyShardedDataParallelOptions();
-    options.sharding_strategy = ShardingStrategy::shard_grad_op;
-    const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
-      auto net = seeded<Branch>(1);
-      net->takes_one = rank == 0;
-      FullyShardedDataParallel fsdp(net, group, options);
-      loss_of(fsdp(rows(0, rank, 2))).backward();
-    });
-    expect_usage_errors(errors, "0 * parameter.sum()");
-    options.wrap_policy = {};  // the order of uses differs too
-    run_ranks(2, [&](ProcessGroup group, int rank) {
-      auto net = seeded<Branch>(1), plain = seeded<Branch>(1);
-      net->adds_zero = true;
-      net->takes_one = rank == 0;
-      FullyShardedDataParallel fsdp(net, group, options);
-      torch::optim::SGD sgd(fsdp.parameters(), 0.1), reference(plain->parameters(), 0.1);
-      loss_of(fsdp(rows(0, rank, 2))).backward();
-      sgd.step();
-      for (int r = 0; r < 2; ++r) {
-        plain->takes_one = r == 0;
-        (loss_of(plain(rows(0, r, 2))) / 2).backward();
-      }
-      reference.step();
-      for (const auto& [name, value] : fsdp.state_dict(-1))
-        EXPECT_TRUE(at::allclose(value, plain->named_parameters()[name], 1e-4, 1e-5)) << name;
-    });
-  }
-}
-
-TEST(FsdpForward, TheOptionsForDifferentLengthsGiveTheSumOfAllRanks) {
+TEST(FsdpForward, SequencesOfDifferentLengthsGiveTheSumOfAllRanks) {
   for (int world = 2; world <= 4; ++world) {
-    for (const bool one_unit : {false, true}) {
+    auto kept = every_leaf();
+    kept.sharding_strategy = ShardingStrategy::shard_grad_op;
+    for (const auto& options : {FullyShardedDataParallelOptions(), every_leaf(), kept}) {
       run_ranks(world, [&](ProcessGroup group, int rank) {
         auto net = seeded<Alternating>(1), plain = seeded<Alternating>(1);
-        FullyShardedDataParallelOptions options;
-        if (!one_unit) {
-          options = every_leaf();
-          options.sharding_strategy = ShardingStrategy::shard_grad_op;
-        }
         FullyShardedDataParallel fsdp(net, group, options);
         torch::optim::SGD sgd(fsdp.parameters(), 0.1), reference(plain->parameters(), 0.1);
         for (int step = 0; step < 6; ++step) {
@@ -418,7 +354,7 @@ TEST(FsdpForward, TheOptionsForDifferentLengthsGiveTheSumOfAllRanks) {
         }
         const auto expected = plain->named_parameters();
         for (const auto& [name, value] : fsdp.state_dict(-1))
-          EXPECT_TRUE(at::allclose(value, expected[name], 1e-4, 1e-5)) << name << world << one_unit;
+          EXPECT_TRUE(at::allclose(value, expected[name], 1e-4, 1e-5)) << name << world;
       });
     }
   }

@@ -146,30 +146,6 @@ TEST(FsdpErrors, WritesToGatheredParametersAreRefused) {
   });
 }
 
-TEST(FsdpErrors, RanksThatTakeDifferentBranchesGetAnError) {
-  const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
-    auto net = seeded<Skipping>(1);
-    FullyShardedDataParallel fsdp(net, group, every_leaf());
-    net->step = rank;
-    loss_of(fsdp(rows(0, rank, 2))).backward();
-  });
-  for (const auto& error : errors)
-    EXPECT_THAT(message_of(error), AllOf(HasSubstr("rank 0"), HasSubstr("rank 1"),
-                                         HasSubstr("unit optional"), HasSubstr("unit last")));
-}
-
-TEST(FsdpErrors, GradientsOfDifferentParametersOnRanksAreAnError) {
-  const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
-    auto net = seeded<Skipping>(1);
-    FullyShardedDataParallel fsdp(net, group, {});
-    net->step = rank;
-    loss_of(fsdp(rows(0, rank, 2))).backward();
-  });
-  for (const auto& error : errors)
-    EXPECT_THAT(message_of(error), AllOf(HasSubstr("gradients of unit (root)"),
-                                         HasSubstr("4 of 6 parameters used"), HasSubstr("6 of 6")));
-}
-
 TEST(FsdpErrors, InvalidOptionsAndModelsAreRefused) {
   run_ranks(3, [&](ProcessGroup group, int rank) {
     const auto with = [&](auto change) {

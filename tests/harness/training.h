@@ -37,7 +37,8 @@ inline void expect_close(const std::vector<at::Tensor>& actual,
                          const std::vector<at::Tensor>& expected, const std::string& where) {
   ASSERT_EQ(actual.size(), expected.size());
   for (size_t i = 0; i < actual.size(); ++i)
-    EXPECT_TRUE(at::allclose(actual[i], expected[i], 1e-4, 1e-6)) << where << ", tensor " << i;
+    EXPECT_TRUE(at::allclose(actual[i], expected[i], 1e-4, 1e-6))
+        << where << ", tensor " << i << ", gap " << (actual[i] - expected[i]).abs().max();
 }
 
 }  // namespace tessera::testing

@@ -38,9 +38,11 @@ struct OpHeader {
   int64_t numel = 0;      ///< Of Op::number and Op::split: the value that is exchanged.
   int32_t root = -1;
   Op op = Op::barrier;
-  int8_t dtype = 0;        ///< at::ScalarType
-  uint8_t free_numel = 0;  ///< 1: numel may differ between ranks (bytes, gathers of unequal sizes).
-  uint8_t on_device = 0;   ///< 1: the tensors are on the accelerator of the group.
+  int8_t dtype = 0;  ///< at::ScalarType
+  /// 1: numel may differ between ranks (bytes, gathers of unequal sizes).
+  uint8_t free_numel : 1 = 0;
+  uint8_t may_diverge : 1 = 0;  ///< 1: see DivergenceScope.
+  uint8_t on_device = 0;        ///< 1: the tensors are on the accelerator of the group.
 };
 static_assert(sizeof(OpHeader) == 32);
 

@@ -5,6 +5,7 @@
 
 #include <fmt/format.h>
 
+#include "comm/execution/diverged.h"
 #include "comm/execution/running_scope.h"
 #include "comm/failures/process_failures.h"
 #include "tessera/detail/report_to_launcher.h"
@@ -43,9 +44,11 @@ void HostExecutor::check_open() {
 }
 
 void HostExecutor::execute(Call call) {
+  auto& header = call.header;
+  if (header.may_diverge && diverged_)
+    throw Diverged("ProcessGroup: the ranks disagree about an earlier collective");
   check_open();
   const at::NoGradGuard no_grad;
-  auto& header = call.header;
   header.sequence = ++sequence_;
   RunningScope running(world_, *transport_, header, call.tag);
   try {
@@ -97,6 +100,10 @@ Headers HostExecutor::compare(const Call& call) {
   for (int r = 1; r < world_.size; ++r) {
     if (!differ(headers[0], headers[r])) continue;
     const auto text = disagreement(headers, r, call.tag);
+    if (std::all_of(headers.begin(), headers.end(), [](auto& each) { return each.may_diverge; })) {
+      diverged_ = true;
+      throw Diverged(text);
+    }
     const auto began = detail::minority(
         world_.size, [&](int a, int b) { return !differ(headers[a], headers[b]); });
     detail::report_agreed(world_.in_world(began), text);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
@@ -26,6 +27,8 @@ class HostExecutor : public Executor {
   void execute(Call call);
   /// Throws if the group has ended, or if a queued operation has failed and nobody has seen it.
   void check_open();
+  /// Calls of a DivergenceScope are compared again.
+  void rejoin() { diverged_ = false; }
   /// Ends the group with this rank's failure, and starts informing the other ranks.
   Work announce(const std::string& message);
   /// Ends the group when this rank has done its part of what all have begun.
@@ -46,6 +49,7 @@ class HostExecutor : public Executor {
   Transport* const transport_;
   const bool compares_;
   uint64_t sequence_ = 0;
+  std::atomic<bool> diverged_ = false;
   GroupFailure failure_;
   Queue queue_;
 };

@@ -6,6 +6,7 @@
 
 #include "comm/failures/process_failures.h"
 #include "comm/group/checked_transport.h"
+#include "comm/group/divergence_scope.h"
 #include "comm/group/make_transport.h"
 #include "comm/group/tag_scope.h"
 #include "tessera/error.h"
@@ -26,11 +27,16 @@ std::unique_ptr<comm::Transport> with_checks(std::unique_ptr<comm::Transport> tr
 }
 
 thread_local std::string tag_of_scope;
+thread_local bool may_diverge = false;
 
 }  // namespace
 
 comm::TagScope::TagScope(std::string tag) : before_(std::exchange(tag_of_scope, std::move(tag))) {}
 comm::TagScope::~TagScope() { tag_of_scope = std::move(before_); }
+
+comm::DivergenceScope::DivergenceScope(bool allowed)
+    : before_(std::exchange(may_diverge, allowed || may_diverge)) {}
+comm::DivergenceScope::~DivergenceScope() { may_diverge = before_; }
 
 ProcessGroup::Impl::Impl() : Impl(comm::World(), nullptr) { world.world_ranks = {0}; }
 
@@ -69,8 +75,11 @@ Work ProcessGroup::Impl::issue(comm::Call call, comm::Mode mode) {
   call.tag.insert(0, tag_of_scope);
   // Ranks with different tags disagree.
   if (!call.tag.empty()) call.header.detail ^= XXH64(call.tag.data(), call.tag.size(), 1);
+  call.header.may_diverge = may_diverge && !call.header.on_device;
   return executor().issue(std::move(call), mode);
 }
+
+void ProcessGroup::Impl::rejoin() { (control_ ? control_->host_ : host_).rejoin(); }
 
 void ProcessGroup::Impl::check_process() const {
   if (process_.is_this() || alone()) return;

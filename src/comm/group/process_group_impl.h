@@ -36,6 +36,8 @@ class ProcessGroup::Impl {
   /// Runs one collective; in a group of one rank it does nothing. The tags of the thread's TagScope
   /// come before the call's.
   Work issue(comm::Call call, comm::Mode mode = comm::Mode::wait);
+  /// Ends the effect of a divergence on this rank: see DivergenceScope. No call may be under way.
+  void rejoin();
   /// See ProcessGroup::fail(). Informs the ranks of this group and of its sub-groups, because each
   /// may wait in any of them.
   [[noreturn]] void fail(const std::string& message);

@@ -12,6 +12,9 @@
 #include <torch/nn/modules/batchnorm.h>
 
 #include "comm/base/local_work.h"
+#include "comm/execution/diverged.h"
+#include "comm/group/divergence_scope.h"
+#include "comm/group/process_group_impl.h"
 #include "deferred/contents.h"
 #include "fsdp/model/unit_plan.h"
 #include "sharding/bucket.h"
@@ -345,6 +348,35 @@ std::vector<const sharding::OwnedShard*> ShardedModel::shards() const {
   for (const auto* flat : flats)
     for (const auto& shard : flat->shards) result.push_back(&shard);
   return result;
+}
+
+bool ShardedModel::shares_memory() const {
+  return std::any_of(flats.begin(), flats.end(),
+                     [](const auto* flat) { return flat->common.defined(); });
+}
+
+void ShardedModel::diverge() {
+  std::set<std::shared_ptr<ProcessGroup::Impl>> known;
+  std::vector<ProcessGroup> groups;
+  const auto add = [&](const ProcessGroup& group) {
+    if (group.size() > 1 && known.insert(group.impl()).second) groups.push_back(group);
+  };
+  for (const auto& group : {world, shard_group, replicas}) add(group);
+  for (const auto& group : gathers.groups()) add(group);
+  {
+    const comm::DivergenceScope scope;
+    std::vector<Work> marks;
+    for (auto& group : groups)
+      marks.push_back(group.all_reduce_async(at::zeros({1}), 1, "the ranks use different units"));
+    for (auto& mark : marks) {
+      try {
+        mark.wait();
+      } catch (const comm::Diverged&) {  // it has met another collective, on all ranks
+      }
+    }
+  }
+  for (const auto& group : groups) group.impl()->rejoin();
+  diverged = has_diverged = true;
 }
 
 }  // namespace tessera::fsdp

@@ -56,6 +56,12 @@ struct ShardedModel {
   std::vector<const sharding::OwnedShard*> shards() const;
   /// Of the trainable parameters; null while they are made.
   std::unique_ptr<sharding::BackwardWatch> watch;
+  bool diverged = false, has_diverged = false;  ///< Now, ever; see [Note: divergence].
+  /// After comm::Diverged in one group: the ranks diverge in all groups, and then their collectives
+  /// are compared as before. Collective.
+  void diverge();
+  /// Whether a unit's shards are in common memory: see [Note: shards in common memory].
+  bool shares_memory() const;
   at::Device device() const { return flats.empty() ? at::kCPU : flats[0]->device; }
 };
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "comm/execution/diverged.h"
 #include "sharding/bucket.h"
 #include "sharding/detection/detection.h"
 
@@ -63,16 +64,17 @@ bool Unit::on_host() const {
 }
 
 void Unit::gather(int rank, const sharding::Lanes& lanes, size_t& turn,
-                  const comm::CommStream& stream) {
+                  const comm::CommStream& stream, bool diverged) {
   at::NoGradGuard no_grad;
   const auto tag = "gather of unit " + display_name();
   const comm::CommStream::Scope on_comm_stream(stream);
   for (auto& flat : flats) {
     if (flat.permanent) continue;
     auto& view = flat.compute;
-    view.gathered = flat.common;
+    if (!view.gathered.defined()) view.gathered = flat.common;
     if (!view.gathered.defined()) {
-      view.gathered = view.slots->take(flat.layout.numel());
+      const auto numel = flat.layout.numel();
+      view.gathered = diverged ? view.slots->take_private(numel) : view.slots->take(numel);
       auto shard = flat.own_segment;
       // libtorch converts on the host, into memory for whose copy the host waits.
       if (flat.on_host() && flat.dtype() != view.dtype)
@@ -98,6 +100,25 @@ void Unit::finish(const comm::CommStream& stream) {
     flat.compute.gather = Work();
   }
   state = State::resident;
+}
+
+void Unit::settle(const comm::CommStream& stream) {
+  if (state == State::resident) return;
+  bool gathered = state == State::gathering;
+  for (auto& flat : flats) {
+    try {
+      flat.compute.gather.wait();
+    } catch (const comm::Diverged&) {
+      gathered = false;
+    }
+  }
+  if (gathered) return finish(stream);
+  for (auto& flat : flats) {
+    flat.compute.gather = Work();
+    const auto memory = std::exchange(flat.compute.gathered, at::Tensor());
+    if (memory.defined() && flat.compute.slots) flat.compute.slots->give(memory);
+  }
+  state = State::released;
 }
 
 void Unit::release(const comm::CommStream& stream) {

@@ -118,8 +118,13 @@ struct Unit {
   bool on_host() const;
   std::string display_name() const { return root ? "(root)" : name; }
 
-  /// Begins to gather; `turn` counts the gathers of a phase: see [Note: lanes].
-  void gather(int rank, const sharding::Lanes& lanes, size_t& turn, const comm::CommStream& stream);
+  /// Begins to gather; `turn` counts the gathers of a phase: see [Note: lanes]. `diverged`: the
+  /// unit may be resident already, because other ranks gather it.
+  void gather(int rank, const sharding::Lanes& lanes, size_t& turn, const comm::CommStream& stream,
+              bool diverged);
+  /// Waits for the gather, if one is under way. If the ranks diverged before it, the unit is
+  /// released.
+  void settle(const comm::CommStream& stream);
   /// Waits for the gather, if one is under way.
   void finish(const comm::CommStream& stream);
   void release(const comm::CommStream& stream);

@@ -40,20 +40,13 @@ void advise_on_dtypes(const c10::Error& error, const MixedPrecision& mixed,
 void advise_on_order(const UsageError& error) {
   const std::string text = error.what();
   if (!contains_any(text, {"the ranks disagree about a collective"})) return;
-  if (contains_any(text, {"parameters used"})) {
-    throw UsageError(
-        text +
-        ". FullyShardedDataParallel: in one backward all ranks must use the same parameters of a "
-        "unit, whatever the units are. Where a branch leaves some out, add 0 * parameter.sum() of "
-        "these to the loss");
-  }
   throw UsageError(
       text +
-      ". FullyShardedDataParallel: all ranks must use the units in the same order and equally "
-      "often. If their order or number differs (sequences of different lengths, teacher forcing): "
-      "with ShardingStrategy::shard_grad_op only the order of first uses must agree, and "
-      "within one unit none must. A branch that leaves out parameters on some ranks needs 0 * "
-      "parameter.sum() of these in the loss too");
+      ". FullyShardedDataParallel: ranks may use different units and parameters, but all make the "
+      "same forwards, backwards and own collectives, in the same order. On an accelerator, and in "
+      "a join where some rank has no data, they must also use the same units in the same order, "
+      "and a branch that leaves out parameters on some ranks adds 0 * parameter.sum() of these to "
+      "the loss");
 }
 
 }  // namespace tessera::fsdp

@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "comm/execution/diverged.h"
 #include "tessera/error.h"
 #include "tessera/fully_sharded_data_parallel.h"
 
@@ -23,6 +24,8 @@ template <class Collective>
 void advised(Collective&& collective) {
   try {
     collective();
+  } catch (const comm::Diverged&) {
+    throw;
   } catch (const UsageError& error) {
     advise_on_order(error);
     throw;

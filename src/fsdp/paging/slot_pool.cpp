@@ -22,8 +22,23 @@ at::Tensor SlotPool::take(int64_t numel) {
   return slot.narrow(0, 0, numel);
 }
 
+at::Tensor SlotPool::take_private(int64_t numel) const {
+  const c10::InferenceMode off(false);
+  return at::empty({numel}, options_);
+}
+
+void SlotPool::sort_free() {
+  std::vector<at::Tensor> sorted;
+  for (const auto& slot : slots_)
+    if (std::any_of(free_.begin(), free_.end(), [&](auto& each) { return each.is_same(slot); }))
+      sorted.push_back(slot);
+  free_ = std::move(sorted);
+}
+
 void SlotPool::give(const at::Tensor& slot, bool keeps_pages) {
-  auto& whole = find(slot);
+  const auto found = find(slot);
+  if (found == slots_.end()) return;  // of take_private()
+  auto& whole = *found;
   restore(whole);
   if (!keeps_pages && whole.device().is_cpu())
     memory::return_pages(whole.data_ptr(), static_cast<int64_t>(whole.nbytes()));
@@ -37,7 +52,9 @@ void SlotPool::return_pages_of_free() {
 }
 
 at::Tensor SlotPool::displace(const at::Tensor& slot, std::vector<at::Tensor> occupied) {
-  auto& whole = find(slot);
+  const auto found = find(slot);
+  if (found == slots_.end()) return at::empty({slot.numel()}, options_);
+  auto& whole = *found;
   const auto known = std::find_if(displaced_.begin(), displaced_.end(), [&](const Displaced& each) {
     return each.substitute.is_same(whole);
   });
@@ -48,10 +65,10 @@ at::Tensor SlotPool::displace(const at::Tensor& slot, std::vector<at::Tensor> oc
   return whole.narrow(0, 0, slot.numel());
 }
 
-at::Tensor& SlotPool::find(const at::Tensor& slot) {
+std::vector<at::Tensor>::iterator SlotPool::find(const at::Tensor& slot) {
   // Not by address: a slot for parameters without elements has none.
   const auto* storage = slot.storage().unsafeGetStorageImpl();
-  return *std::find_if(slots_.begin(), slots_.end(), [&](const at::Tensor& each) {
+  return std::find_if(slots_.begin(), slots_.end(), [&](const at::Tensor& each) {
     return each.storage().unsafeGetStorageImpl() == storage;
   });
 }

@@ -21,9 +21,14 @@ class SlotPool {
   /// Returns the first `numel` elements of a free slot; their values are unspecified. Makes a new
   /// slot if none is free, which is collective for memory of the CPU.
   at::Tensor take(int64_t numel);
+  /// Memory outside of the pool, which give() frees. Local.
+  at::Tensor take_private(int64_t numel) const;
   /// Makes `slot` free again. With `keeps_pages` false its memory is returned to the system until
   /// the slot is taken again.
   void give(const at::Tensor& slot, bool keeps_pages = true);
+  /// After ranks have given slots in different orders: the order of the free ones is that in which
+  /// they were made.
+  void sort_free();
   /// Returns the memory of all free slots to the system until they are taken again.
   void return_pages_of_free();
   /// Other tensors use the memory of `slot` at `occupied`, by a wrong prediction (see [Note:
@@ -37,7 +42,7 @@ class SlotPool {
     std::vector<at::Tensor> occupied;
   };
 
-  at::Tensor& find(const at::Tensor& slot);
+  std::vector<at::Tensor>::iterator find(const at::Tensor& slot);  // the end: not of the pool
   /// `slot` is free: its home takes its place again if no other tensor uses it.
   void restore(at::Tensor& slot);
 

@@ -30,6 +30,7 @@ class Lanes {
   /// wrapper's own group then do not wait behind the rest. count > 1.
   static Lanes with_first_apart(ProcessGroup group, WireFormat format, size_t count);
 
+  const std::vector<ProcessGroup>& groups() const { return groups_; }
   /// The group of collective number `turn`: the lanes take turns.
   const ProcessGroup& group(size_t turn) const {
     if (turn == 0 || !first_apart_) return groups_[turn % groups_.size()];
