@@ -81,9 +81,7 @@ void DdpModel::collect_parameters() {
         kDdpName, group.rank(), *unknown.begin(), did_you_mean(*unknown.begin(), names)));
   }
   sharding::check_parameters(kDdpName, all_, 0, group.rank());
-  std::partition_copy(all_.begin(), all_.end(), std::back_inserter(trainable),
-                      std::back_inserter(frozen_),
-                      [](const auto& p) { return p.tensor.requires_grad(); });
+  divide_parameters();
   sharding::check_wire_dtypes(kDdpName, group.rank(), options_.wire, trainable);
   if (trainable.empty())
     throw UsageError(
@@ -119,10 +117,30 @@ void DdpModel::share_frozen() {
   shared_->place_whole(frozen_, members);
 }
 
-/// A parameter that was frozen has no bucket: its gradient would stay this rank's own.
-void DdpModel::check_trainability() {
-  for (const auto& [name, tensor] : frozen_)
-    if (tensor.requires_grad()) group.fail(sharding::thawed_text(kDdpName, name, group.rank()));
+void DdpModel::divide_parameters() {
+  trainable.clear();
+  frozen_.clear();
+  std::partition_copy(all_.begin(), all_.end(), std::back_inserter(trainable),
+                      std::back_inserter(frozen_),
+                      [](const auto& p) { return p.tensor.requires_grad(); });
+}
+
+bool DdpModel::follow_trainability() {
+  std::vector<std::string> changes;
+  for (const auto& [name, tensor] : frozen_) {
+    if (!tensor.requires_grad()) continue;
+    if (shares()) group.fail(sharding::thawed_text(kDdpName, name, group.rank()));
+    changes.push_back(name + " requires a gradient");
+  }
+  if (changes.empty() && options_.static_graph) return false;
+  for (const auto& [name, tensor] : trainable)
+    if (!tensor.requires_grad()) changes.push_back(name + " is frozen");
+  const bool any =
+      std::any_of(all_.begin(), all_.end(), [](const auto& p) { return p.tensor.requires_grad(); });
+  if (changes.empty() || !any) return false;
+  group.check_contract(fmt::format("{} (a change of requires_grad)", kDdpName), changes);
+  divide_parameters();
+  return true;
 }
 
 /// A module that was put in the place of another one has parameters without a bucket.

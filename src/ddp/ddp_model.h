@@ -36,7 +36,10 @@ class DdpModel {
     buffers_.set_active(iteration.first_active, iteration.active_ranks);
   }
 
-  void check_trainability();
+  /// Finds out which parameters require a gradient now. Returns whether `trainable` has changed,
+  /// which all ranks must see. If none requires one, or static_graph is set and parameters were
+  /// frozen, it stays. Collective if it changes.
+  bool follow_trainability();
   void check_same_parameters();
   void with_shared_write(const std::function<void()>& write);
   int64_t parameter_bytes() const;
@@ -48,12 +51,13 @@ class DdpModel {
 
  private:
   void collect_parameters();
+  void divide_parameters();
   void check_sharing() const;
   void share_frozen();
   bool shares() const { return shared_ && shared_->any(); }
 
   const DistributedDataParallelOptions& options_;
-  std::vector<sharding::NamedTensor> all_, frozen_;  // frozen at construction
+  std::vector<sharding::NamedTensor> all_, frozen_;
   sharding::WrappedParameters wrapped_;
   std::unique_ptr<sharding::SharedParameters> shared_;  // null without share_parameters
   sharding::ModuleBuffers buffers_;

@@ -40,7 +40,15 @@ DdpReduction::DdpReduction(DdpModel& model, const DistributedDataParallelOptions
   model_.place();
   wire_.emplace(lanes());
   model_.broadcast(0);
+  make_reducer();
+}
+
+/// Of the parameters that require a gradient now. Collective.
+void DdpReduction::make_reducer() {
   forward_writes_ = sharding::ForwardWrites(model_.trainable);
+  order_.stage = BucketOrder::Stage::of_parameters;
+  order_.share_in_backward = 1;
+  order_.arrival.clear();
   // Backward produces gradients about in reverse order.
   for (size_t i = model_.trainable.size(); i-- > 0;) order_.arrival.push_back(i);
   sharding::ReducerOptions reducing;
@@ -74,13 +82,23 @@ void DdpReduction::before_forward() {
   reducer_->check_attached();
   if (!reducer_->sync() || !at::GradMode::is_enabled()) return;
   forward_writes_.begin();
-  if (!model_.module.is_training()) return;
-  model_.check_trainability();
-  begin_pass();
+  if (model_.module.is_training()) begin_pass();
+}
+
+/// Parameters were frozen or thawed. Gradients that have accumulated move to the new buckets.
+void DdpReduction::follow_trainability() {
+  if (!model_.follow_trainability()) return;
+  wait();
+  updates_.reset();
+  reducer_.reset();  // before the new one registers its hooks
+  wire_->reset();
+  make_reducer();
+  forward_writes_.begin();
 }
 
 /// A forward pass that a synchronising backward will follow.
 void DdpReduction::begin_pass() {
+  follow_trainability();
   model_.synchronize_buffers();
   ++forwards_;
 }

@@ -49,6 +49,8 @@ class DdpReduction : private sharding::ReductionPolicy {
   bool overlaps_in_background() const;
   sharding::Lanes lanes() const;
   void begin_pass();
+  void make_reducer();
+  void follow_trainability();
   std::vector<sharding::Bucket> make_buckets();
   void reduce(size_t index);
   void call_hook(size_t index);

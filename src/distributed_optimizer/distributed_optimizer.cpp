@@ -96,12 +96,13 @@ DistributedOptimizer::DistributedOptimizer(std::shared_ptr<torch::optim::Optimiz
 DistributedOptimizer::~DistributedOptimizer() = default;
 
 void DistributedOptimizer::backward(const at::Tensor& loss) {
+  impl_->follow_thaw(false);
   if (impl_->reduction_) impl_->reduction_->backward(loss);
   else loss.backward();
 }
 
 at::Tensor DistributedOptimizer::step(const torch::optim::Optimizer::LossClosure& closure) {
-  impl_->check_trainability();
+  impl_->follow_thaw(true);
   impl_->check_groups();
   if (impl_->reduction_) {
     impl_->reduction_->check_attached();
@@ -186,8 +187,7 @@ ProcessGroup DistributedOptimizer::join_group() const {
 }
 
 void DistributedOptimizer::on_join_iteration(const JoinIteration& iteration) {
-  if (impl_->reduction_) impl_->reduction_->set_join(iteration);
-  impl_->buffers_.set_active(iteration.first_active, iteration.active_ranks);
+  impl_->set_join(iteration);
 }
 
 void DistributedOptimizer::shadow_step() {

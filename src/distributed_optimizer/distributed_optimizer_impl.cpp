@@ -85,10 +85,11 @@ void DistributedOptimizer::Impl::add_group(size_t index, ProcessGroup group) {
     named.push_back({found == name_of.end() ? "?" : found->second, tensor});
   }
   sharding::check_parameters(kName, named, index, group.rank());
-  auto& synced = synced_.emplace_back(SyncedGroup{std::move(group), index, tensors, {}});
-  for (auto& parameter : named)
-    if (parameter.tensor.requires_grad()) synced.trainable.push_back(std::move(parameter));
-    else frozen_.push_back(parameter.tensor);
+  auto& synced = synced_.emplace_back(SyncedGroup{std::move(group), index, tensors, {}, {}});
+  for (auto& parameter : named) {
+    auto& same = parameter.tensor.requires_grad() ? synced.trainable : synced.frozen;
+    same.push_back(std::move(parameter));
+  }
 }
 
 void DistributedOptimizer::Impl::check_options() {
@@ -153,6 +154,7 @@ void DistributedOptimizer::Impl::make_reduction() {
             return fmt::format("{}; backward after {} steps", option_text(group), steps_);
           },
           options_.wire.gradients, options_.overlap != Overlap::none, options_.bcast_period <= 0});
+  if (join_) reduction_->set_join(*join_);
 }
 
 void DistributedOptimizer::Impl::check_groups() {
@@ -173,18 +175,66 @@ void DistributedOptimizer::Impl::check_groups() {
   }
 }
 
-void DistributedOptimizer::Impl::check_trainability() {
-  // A parameter that was frozen has no hook: its gradient would silently stay this rank's own.
-  for (const auto& tensor : frozen_) {
-    if (!tensor.requires_grad()) continue;
-    for (const auto& [name, known] : names_) {
-      if (!known.is_same(tensor)) continue;
-      synced_[0].group.fail(fmt::format(
-          "{}: parameter {} was frozen at construction and requires a gradient now; construct "
-          "the optimizer after such changes",
-          prefix(), name));
-    }
+std::vector<sharding::NamedTensor> DistributedOptimizer::Impl::take_thawed(SyncedGroup& synced) {
+  std::vector<sharding::NamedTensor> thawed;
+  std::vector<std::string> names;
+  for (auto& parameter : std::exchange(synced.frozen, {})) {
+    const bool trains = parameter.tensor.requires_grad();
+    if (trains) names.push_back(parameter.name);
+    (trains ? thawed : synced.frozen).push_back(std::move(parameter));
   }
+  if (thawed.empty()) return {};
+  synced.group.check_contract(fmt::format("{} (a change of requires_grad)", kName), names);
+  agree(synced.group, [&] {
+    const int rank = synced.group.rank();
+    sharding::check_parameters(kName, thawed, synced.parameter_group, rank);
+    sharding::check_wire_dtypes(kName, rank, options_.wire, thawed);
+    wrapped_.emplace_back(kName, rank, sharding::Use::reduces_in_backward, thawed);
+  });
+  synced.trainable.insert(synced.trainable.end(), thawed.begin(), thawed.end());
+  return thawed;
+}
+
+void DistributedOptimizer::Impl::follow_thaw(bool reduced) {
+  if (reduction_ && !reduction_->sync()) return;
+  std::vector<std::pair<SyncedGroup*, std::vector<sharding::NamedTensor>>> thawed;
+  for (auto& synced : synced_)
+    if (auto parameters = take_thawed(synced); !parameters.empty())
+      thawed.emplace_back(&synced, std::move(parameters));
+  if (thawed.empty()) return;
+  if (reduction_ && !reduced) reduction_->check_cleared();
+  reduction_.reset();  // before the new one registers its hooks
+  if (reduced)
+    for (auto& [synced, parameters] : thawed) reduce(*synced, parameters);
+  make_reduction();
+  if (reduction_ && reduced && !mean_) reduction_->mark_reduced();
+}
+
+/// A backward without hooks of `parameters` has ended. Where only some ranks have a gradient, it
+/// counts as zero on the others.
+void DistributedOptimizer::Impl::reduce(SyncedGroup& synced,
+                                        const std::vector<sharding::NamedTensor>& parameters) {
+  const at::NoGradGuard no_grad;
+  auto& group = synced.group;
+  std::vector<int> has;
+  for (const auto& parameter : parameters) has.push_back(parameter.tensor.grad().defined());
+  auto ranks = at::tensor(has, at::kInt).to(group.control_device());
+  group.all_reduce(ranks, 1, "gradients of thawed parameters");
+  const int divisor = join_ ? join_->divisor : group.size();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto& [name, tensor] = parameters[i];
+    if (ranks[static_cast<int64_t>(i)].item<int>() == 0) continue;
+    auto& grad = tensor.mutable_grad();
+    if (!grad.defined()) grad = at::zeros_like(tensor);
+    sharding::check_gradient(kName, name, grad, group.rank());
+    group.all_reduce(grad, mean_ ? 1.0 / divisor : 1, name);
+  }
+}
+
+void DistributedOptimizer::Impl::set_join(const JoinIteration& iteration) {
+  join_ = iteration;
+  if (reduction_) reduction_->set_join(iteration);
+  buffers_.set_active(iteration.first_active, iteration.active_ranks);
 }
 
 ProcessGroup& DistributedOptimizer::Impl::buffer_group() {

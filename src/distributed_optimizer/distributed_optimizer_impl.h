@@ -26,13 +26,16 @@ class DistributedOptimizer::Impl {
     ProcessGroup group;
     size_t parameter_group;           ///< Its index in the optimizer.
     std::vector<at::Tensor> tensors;  ///< All parameters, also the frozen ones.
-    std::vector<sharding::NamedTensor> trainable;
+    std::vector<sharding::NamedTensor> trainable, frozen;
   };
 
   /// Refuses parameter groups that were added to the optimizer after construction.
   void check_groups();
-  /// Refuses parameters that were frozen at construction and require a gradient now.
-  void check_trainability();
+  /// Parameters that were frozen and require a gradient now get hooks and packs, which all ranks
+  /// must see. `reduced`: the other gradients are reduced already, so those of the thawed ones are
+  /// reduced here. Collective if there are such parameters.
+  void follow_thaw(bool reduced);
+  void set_join(const JoinIteration& iteration);
   /// Sends rank `root`'s parameters to all ranks of each dist_group.
   void broadcast(int root);
   /// The start of an error message, with the rank if it is known.
@@ -57,10 +60,12 @@ class DistributedOptimizer::Impl {
   void check_contract();
   std::string option_text(size_t parameter_group) const;
   void make_reduction();
+  std::vector<sharding::NamedTensor> take_thawed(SyncedGroup& synced);
+  void reduce(SyncedGroup& synced, const std::vector<sharding::NamedTensor>& parameters);
 
   bool mean_ = false;
   std::vector<sharding::WrappedParameters> wrapped_;
-  std::vector<at::Tensor> frozen_;  // synchronised, but not trainable at construction
+  std::optional<JoinIteration> join_;
 };
 
 }  // namespace tessera

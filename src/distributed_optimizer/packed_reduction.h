@@ -49,6 +49,11 @@ class PackedReduction : private sharding::ReductionPolicy {
   /// or device was replaced. Local if there is none.
   void check_attached() { reducer_->check_attached(); }
 
+  /// UsageError on every rank if a sum in `.grad` was not cleared.
+  void check_cleared() { reducer_->check_cleared(); }
+  /// The gradients that the parameters have are sums over the ranks.
+  void mark_reduced();
+
   /// Scopes in which backward passes accumulate gradients locally and start no collective.
   void hold_sync(int change) { reducer_->hold_sync(change); }
   bool sync() const { return reducer_->sync(); }

@@ -244,12 +244,12 @@ bool Gradients::end_backward() {
   if (sync()) {
     evenly([this] {
       for (auto* flat : model_.flats) {
-        if (!flat->trainable || model_.diverged) continue;
+        if (!flat->trainable) continue;
         if (flat->gradients.defer_until_complete) take_all(*flat, 0, {});
         if (flat->gradients.flat.defined() && !model_.diverged) reduce(*flat);
       }
       if (!model_.diverged) reductions_.finish_early();
-      if (!model_.diverged && !order_.empty()) meet_replicas(model_);
+      if (may_diverge(model_, join_leader_) && !order_.empty()) meet_replicas(model_);
     });
     if (model_.diverged) reduce_in_order();
     reduced = take_reduced(model_) || reduced;
@@ -285,7 +285,6 @@ void Gradients::reduce_in_order() {
   });
   std::vector<int> ranks_with;
   for (auto* flat : model_.flats) {
-    if (flat->trainable && flat->gradients.defer_until_complete) take_all(*flat, 0, {});
     ranks_with.insert(ranks_with.end(), flat->gradients.has.begin(), flat->gradients.has.end());
   }
   auto counts = at::tensor(ranks_with, at::kInt).to(model_.world.control_device());

@@ -12,6 +12,7 @@
 #include "harness/batches.h"
 #include "harness/models.h"
 #include "harness/ranks.h"
+#include "harness/thrown_by.h"
 #include "harness/training.h"
 #include "tessera/distributed_data_parallel.h"
 #include "tessera/error.h"
@@ -503,14 +504,64 @@ TEST(DistributedOptimizerTest, FrozenParametersAreBroadcastButNotReduced) {
     optimizer.backward(loss_of(net(rows(0))));
     optimizer.step();
     EXPECT_TRUE(at::equal(net->second->weight, seeded<Uneven>(1)->second->weight));
-    net->second->weight.requires_grad_(true);
-    try {
-      optimizer.step();
-      FAIL();
-    } catch (const UsageError& error) {
-      EXPECT_THAT(error.what(), HasSubstr("second.weight was frozen"));
-    }
   });
+}
+
+// Thawed before loss.backward(), so that step() finds it, or before backward().
+TEST(DistributedOptimizerTest, ThawedParametersEqualPlainTraining) {
+  for (int world = 1; world <= 4; ++world) {
+    for (const bool packs : {false, true}) {
+      for (const bool direct : {false, true}) {
+        const auto change = [](Uneven& net, int step) {
+          if (step == 0) net->second->weight.requires_grad_(false);
+          if (step == 0) net->first->weight.requires_grad_(false);
+          if (step == 2) net->second->weight.requires_grad_(true);
+          if (step == 4) net->first->weight.requires_grad_(true);
+          if (step == 5) net->second->weight.requires_grad_(false);
+          if (step == 7) net->second->weight.requires_grad_(true);
+        };
+        const auto plain = seeded<Uneven>(1);
+        auto expected = plain;
+        auto reference = adamw(plain->parameters());
+        for (int step = 0; step < 9; ++step) {
+          change(expected, step);
+          clear_gradients(plain->parameters());
+          for (int rank = 0; rank < world; ++rank)
+            (loss_of(expected(rows(step, rank, world))) / world).backward();
+          reference->step();
+        }
+        run_ranks(world, [&](ProcessGroup group, int rank) {
+          auto net = seeded<Uneven>(1);
+          change(net, 0);
+          DistributedOptimizer optimizer(
+              *net, group, adamw_factory(),
+              {.reduce_method = "mean", .param_pack = packs, .param_pack_thd = 59});
+          for (int step = 0; step < 9; ++step) {
+            change(net, step);
+            optimizer.zero_grad();
+            const auto loss = loss_of(net(rows(step, rank, world)));
+            if (direct) loss.backward();
+            else optimizer.backward(loss);
+            optimizer.step();
+          }
+          expect_close(net->parameters(), plain->parameters(), std::to_string(world));
+        });
+      }
+    }
+  }
+}
+
+TEST(DistributedOptimizerTest, ThawedParametersOfOtherNamesAreAnErrorOnAllRanks) {
+  const auto errors = run_ranks_catching(2, [](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(1);
+    net->second->weight.requires_grad_(false);
+    net->last->weight.requires_grad_(false);
+    DistributedOptimizer optimizer(*net, group, adamw_factory(), {.reduce_method = "mean"});
+    (rank == 0 ? net->second : net->last)->weight.requires_grad_(true);
+    optimizer.backward(loss_of(net(rows(0))));
+  });
+  expect_usage_errors(errors, "a change of requires_grad");
+  expect_usage_errors(errors, "second.weight");
 }
 
 TEST(DistributedOptimizerTest, AGroupOfFrozenParametersBesideATrainableOneIsBroadcastOnly) {

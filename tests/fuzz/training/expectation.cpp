@@ -21,7 +21,7 @@ bool has_layer(const Case& which, const std::string& kind, bool frozen_too = fal
 
 /// Some parameter gets no gradient in this event, on any rank or on some.
 bool leaves_unused(const Case& which, const Item& event) {
-  return has_layer(which, "unused") || has_layer(which, "tied") ||
+  return has_layer(which, "unused") || has_layer(which, "tied") || has_layer(which, "experts") ||
          (has_layer(which, "conditional") && event.text("branch", "all") != "all");
 }
 
@@ -86,13 +86,11 @@ Expectation of_step(const Case& which, const Item& wrapper, int world, size_t i)
     const bool needs_all = (kind == "ddp" || kind == "ddp_zero") && !wrapper.flag("find_unused");
     if (needs_all) return world > 1 ? Expectation::usage_error : Expectation::equal_or_error;
   }
-  if (kind == "fsdp" && event.text("branch") == "rank0" && has_layer(which, "conditional", true))
-    return Expectation::equal_or_error;
   const bool ddp = kind == "ddp" || kind == "ddp_zero";
   const auto trainable = trainability(which, i);
-  if (!trainable.thawed.empty() && kind != "zero") return Expectation::equal_or_error;
-  if (!trainable.frozen.empty() && ddp &&
-      (!wrapper.flag("find_unused") || wrapper.flag("static_graph")))
+  if (!trainable.thawed.empty() && (kind == "fsdp" || wrapper.flag("share_parameters")))
+    return Expectation::equal_or_error;
+  if (!trainable.frozen.empty() && ddp && wrapper.flag("static_graph"))
     return Expectation::equal_or_error;
   if (event.flag("uncleared")) {
     // An update in one pass leaves gradients as they are.

@@ -32,9 +32,9 @@ bool is_short(const Item& layer) {
 /// Those with a LayerNorm are left out: a small difference of its input may become a large one.
 bool computes_in_bfloat16(const std::vector<Item>& layers) {
   static const std::set<std::string> kinds = {
-      "linear", "embedding", "attention", "module_list", "module_dict",
-      "scalar", "strided",   "views",     "functional",  "custom",
-      "tied",   "shared",    "unused",    "conditional", "checkpoint"};
+      "linear",  "embedding",   "attention",  "module_list", "module_dict", "scalar",
+      "strided", "views",       "functional", "custom",      "tied",        "shared",
+      "unused",  "conditional", "experts",    "checkpoint"};
   return std::all_of(layers.begin(), layers.end(),
                      [](const Item& layer) { return kinds.count(layer.kind) > 0; });
 }
@@ -188,10 +188,10 @@ Item random_step(Random& random, const Item& wrapper, const Limits& limits, int 
     if (limits.norms) values["clip"] = "norm";
     else if (limits.value_clips) values["clip"] = "value";
   }
-  if (has(layers, {"conditional"})) {
+  if (has(layers, {"conditional", "experts"})) {
     const bool free = wrapper.kind == "zero" || wrapper.kind == "distributed_optimizer" ||
                       wrapper.kind == "fsdp" || wrapper.flag("find_unused");
-    if (free) values["branch"] = random.pick({"all", "none", "rank0"});
+    if (free) values["branch"] = random.pick({"all", "none", "rank0", "own"});
   }
   if (random.chance(4)) values["nan"] = std::to_string(random.below(world));
   if (random.chance(4) && !limits.partly_used) {
@@ -290,7 +290,8 @@ void divide_into_groups(Random& random, Case& which) {
     if (!fits) continue;
     for (const char* name : {"absent", "trap", "trap_rank", "nan"}) event.values.erase(name);
     if (event.kind == "evaluate") event.values.erase("rank");
-    if (event.text("branch") == "rank0") event.values["branch"] = "none";
+    if (event.text("branch") == "rank0" || event.text("branch") == "own")
+      event.values["branch"] = "none";
     story.push_back(std::move(event));
   }
   if (story.empty()) return;
@@ -353,7 +354,7 @@ Case generate(uint64_t seed) {
   result.world = random.pick({1, 2, 2, 2, 2, 3, 3, 3, 4});
   result.dtype = limits.exact && random.chance(70) ? "float" : "double";
   result.layers = random_layers(random, limits.exact);
-  limits.partly_used = has(result.layers, {"unused", "tied", "conditional"});
+  limits.partly_used = has(result.layers, {"unused", "tied", "conditional", "experts"});
   result.optimizer = random_optimizer(random, limits.exact);
   // The last bit of a 16-bit weight may differ, which Adam would turn into much more.
   limits.short_numbers = has(result.layers, {"bfloat16_layer", "half_layer"});

@@ -25,6 +25,7 @@ at::Tensor forward_loss(const Forward& forward, const Net& net, const Item& even
   if (event.number("nan", -1) == rank) batch.x.view({-1})[0] = std::nan("");
   const auto branch = event.text("branch", "all");
   batch.branch = branch == "all" || (branch == "rank0" && rank == 0);
+  batch.expert = branch == "own" ? rank + number : branch == "rank0" && rank > 0 ? 1 : 0;
   const bool penalty = event.flag("penalty");
   if (penalty) batch.x.requires_grad_();
   auto loss = net.loss(forward(batch), batch);

@@ -42,6 +42,7 @@ const std::vector<std::string>& block_kinds() {
                                                  "shared",
                                                  "unused",
                                                  "conditional",
+                                                 "experts",
                                                  "checkpoint"};
   return kinds;
 }

@@ -17,6 +17,7 @@ struct Flow {
   at::Tensor hidden;   ///< batch x length x channels, floating point
   at::Tensor tokens;   ///< batch x length, int64, 0 <= token < kVocabulary
   bool branch = true;  ///< Whether blocks of kind "conditional" use their layer.
+  int expert = 0;      ///< The layer that blocks of kind "experts" use.
 };
 
 /// A layer that maps batch x length x `in` to batch x length x `out()`.

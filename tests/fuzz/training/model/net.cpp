@@ -79,7 +79,7 @@ Net::Net(const Case& which) {
 
 at::Tensor Net::forward(const Batch& batch) {
   // As the data pipeline of a model that is converted later would do.
-  Flow flow{batch.x.to(last_->weight.scalar_type()), batch.tokens, batch.branch};
+  Flow flow{batch.x.to(last_->weight.scalar_type()), batch.tokens, batch.branch, batch.expert};
   auto pending = trap;
   const auto middle = blocks_.size() / 2;
   for (size_t i = 0; i < blocks_.size(); ++i) {

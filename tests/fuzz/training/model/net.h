@@ -15,6 +15,7 @@ namespace tessera::fuzz {
 struct Batch {
   at::Tensor x, tokens, y;
   bool branch = true;
+  int expert = 0;
 };
 
 /// The same for the same arguments, on every thread. `dtype` of x and y.

@@ -88,6 +88,21 @@ class BranchBlock : public Block {
   bool ever_;
 };
 
+/// Has three layers, of which a step uses one.
+class ExpertsBlock : public Block {
+ public:
+  explicit ExpertsBlock(int in) : Block(in) {
+    for (int e = 0; e < 3; ++e)
+      experts_.push_back(register_module("expert" + std::to_string(e), nn::Linear(in, in)));
+  }
+  at::Tensor run(const Flow& flow) override {
+    return experts_[static_cast<size_t>(flow.expert) % experts_.size()](flow.hidden);
+  }
+
+ private:
+  std::vector<nn::Linear> experts_;
+};
+
 /// y = x * scale, with a backward of its own.
 struct ScaleFunction : torch::autograd::Function<ScaleFunction> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, at::Tensor x,
@@ -165,6 +180,7 @@ std::shared_ptr<Block> make_unusual_block(const Item& which, int in) {
   if (kind == "shared") return std::make_shared<SharedBlock>(in);
   if (kind == "unused") return std::make_shared<BranchBlock>(in, false);
   if (kind == "conditional") return std::make_shared<BranchBlock>(in, true);
+  if (kind == "experts") return std::make_shared<ExpertsBlock>(in);
   if (kind == "checkpoint") return std::make_shared<CheckpointBlock>(in, out);
   return nullptr;
 }
