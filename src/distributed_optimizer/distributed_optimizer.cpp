@@ -105,7 +105,7 @@ at::Tensor DistributedOptimizer::step(const torch::optim::Optimizer::LossClosure
   impl_->follow_thaw(true);
   impl_->check_groups();
   if (impl_->reduction_) {
-    impl_->reduction_->check_attached();
+    impl_->reduction_->reducer().check_attached();
     impl_->reduction_->repack();
   }
   ++impl_->steps_;

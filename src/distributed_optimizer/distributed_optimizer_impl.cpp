@@ -130,14 +130,18 @@ std::string DistributedOptimizer::Impl::option_text(size_t parameter_group) cons
                      text_of_options(get_options(options)));
 }
 
+bool DistributedOptimizer::Impl::reduces(const SyncedGroup& synced) const {
+  const bool distributed = std::any_of(synced_.begin(), synced_.end(),
+                                       [](const auto& each) { return each.group.size() > 1; });
+  const bool alone = distributed && synced.group.size() == 1;  // not synchronised on purpose
+  return !synced.trainable.empty() && !alone;
+}
+
 void DistributedOptimizer::Impl::make_reduction() {
   std::vector<sharding::NamedTensor> parameters;
   std::vector<PackedReduction::Group> groups;
-  const bool distributed = std::any_of(synced_.begin(), synced_.end(),
-                                       [](const auto& synced) { return synced.group.size() > 1; });
   for (const auto& synced : synced_) {
-    const bool alone = distributed && synced.group.size() == 1;  // not synchronised on purpose
-    if (synced.trainable.empty() || alone) continue;
+    if (!reduces(synced)) continue;
     std::vector<size_t> members;
     for (const auto& parameter : synced.trainable) {
       members.push_back(parameters.size());
@@ -202,12 +206,16 @@ void DistributedOptimizer::Impl::follow_thaw(bool reduced) {
     if (auto parameters = take_thawed(synced); !parameters.empty())
       thawed.emplace_back(&synced, std::move(parameters));
   if (thawed.empty()) return;
-  if (reduction_ && !reduced) reduction_->check_cleared();
+  if (reduction_ && !reduced) reduction_->reducer().check_cleared();
   reduction_.reset();  // before the new one registers its hooks
   if (reduced)
     for (auto& [synced, parameters] : thawed) reduce(*synced, parameters);
   make_reduction();
-  if (reduction_ && reduced && !mean_) reduction_->mark_reduced();
+  if (!reduction_ || !reduced || mean_) return;
+  size_t next = 0;
+  for (const auto& synced : synced_)
+    for (size_t i = 0; reduces(synced) && i < synced.trainable.size(); ++i)
+      reduction_->reducer().mark_overwritten(next++);
 }
 
 /// A backward without hooks of `parameters` has ended. Where only some ranks have a gradient, it

@@ -59,6 +59,7 @@ class DistributedOptimizer::Impl {
   void check_options();
   void check_contract();
   std::string option_text(size_t parameter_group) const;
+  bool reduces(const SyncedGroup& synced) const;
   void make_reduction();
   std::vector<sharding::NamedTensor> take_thawed(SyncedGroup& synced);
   void reduce(SyncedGroup& synced, const std::vector<sharding::NamedTensor>& parameters);

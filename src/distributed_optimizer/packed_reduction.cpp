@@ -79,11 +79,6 @@ void PackedReduction::finished() {
     if (lanes_[lane_of_[i]].group.size() > 1 && reducer_->used(i)) reducer_->mark_overwritten(i);
 }
 
-void PackedReduction::mark_reduced() {
-  for (size_t i = 0; i < parameters_.size(); ++i)
-    if (lanes_[lane_of_[i]].group.size() > 1) reducer_->mark_overwritten(i);
-}
-
 /// All packs of one dtype and device share one allocation in each group, because an allocation is a
 /// collective.
 std::vector<sharding::Bucket> PackedReduction::make_buckets() {

@@ -45,14 +45,8 @@ class PackedReduction : private sharding::ReductionPolicy {
                   PackedReductionOptions options);
   PackedReduction(const PackedReduction&) = delete;
 
-  /// UsageError on every rank if a parameter's gradients are no longer collected, because its dtype
-  /// or device was replaced. Local if there is none.
-  void check_attached() { reducer_->check_attached(); }
-
-  /// UsageError on every rank if a sum in `.grad` was not cleared.
-  void check_cleared() { reducer_->check_cleared(); }
-  /// The gradients that the parameters have are sums over the ranks.
-  void mark_reduced();
+  /// The reducer of all lanes.
+  sharding::Reducer& reducer() { return *reducer_; }
 
   /// Scopes in which backward passes accumulate gradients locally and start no collective.
   void hold_sync(int change) { reducer_->hold_sync(change); }

@@ -28,6 +28,12 @@ bool may_move(const FlatParameter& flat, const at::Tensor& parameter, const at::
 
 }  // namespace
 
+bool is_mostly_one_parameter(const FlatParameter& flat) {
+  return std::any_of(flat.parameters.begin(), flat.parameters.end(), [&](const auto& parameter) {
+    return 2 * parameter.numel() > flat.layout.numel();
+  });
+}
+
 GradientBuffers::GradientBuffers(ShardedModel& model, FsdpStats& stats)
     : model_(model), stats_(stats) {
   std::vector<at::Tensor> parameters;
@@ -37,10 +43,7 @@ GradientBuffers::GradientBuffers(ShardedModel& model, FsdpStats& stats)
     auto& gradients = flat->gradients;
     gradients.has.assign(flat->members.size(), 0);
     gradients.placed = gradients.has;
-    for (const auto& parameter : flat->parameters) {
-      gradients.defer_until_complete |=
-          flat->trainable && 2 * parameter.numel() > flat->layout.numel();
-    }
+    gradients.defer_until_complete = flat->trainable && is_mostly_one_parameter(*flat);
   }
 }
 

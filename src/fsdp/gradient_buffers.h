@@ -39,6 +39,9 @@ class GradientBuffers {
   sharding::GradientPlacement placement_;
 };
 
+/// See FlatGradients::defer_until_complete.
+bool is_mostly_one_parameter(const FlatParameter& flat);
+
 /// [Note: large parameters] A parameter of 64 MiB or more that is most of its unit (a tied
 /// embedding) determines the peak of a rank's memory. Its whole gradient is there during the whole
 /// backward if it is tied. So the memory of gradients is the system's while it holds none:

@@ -336,6 +336,8 @@ void Residency::end_step() {
     if (!keeps_unchanged || unit.changed || diverged) release(unit);
   if (!diverged) return;
   order_ = UseOrder(model_.units.size());
+  phase_ = Phase::forward;
+  turn_ = 0;
   for (auto& unit : model_.units) unit.last_use = 0;
   for (auto* flat : model_.flats)
     for (auto* slots : {flat->compute.slots, flat->gradients.slots})

@@ -124,8 +124,10 @@ void ShardedModule::check_parameters_unchanged(const char* since, const char* ad
                                .unsafeGetStorageImpl();
     for (const auto i : flat->members) {
       if (!flat->trainable && model.parameters[i].tensor.requires_grad()) {
-        model.world.fail(
-            sharding::thawed_text(kName, model.parameters[i].name, model.world.rank()));
+        model.world.fail(fmt::format(
+            "{}: parameter {} requires a gradient since {}; expected requires_grad_() outside of "
+            "forward",
+            prefix(), model.parameters[i].name, since));
       }
       if (model.parameters[i].tensor.storage().unsafeGetStorageImpl() == expected) continue;
       model.world.fail(fmt::format(
@@ -136,6 +138,30 @@ void ShardedModule::check_parameters_unchanged(const char* since, const char* ad
   }
 }
 
+void ShardedModule::follow_thaw() {
+  std::vector<sharding::NamedTensor> thawed;
+  std::vector<std::string> names;
+  for (size_t i = 0; i < model.parameters.size(); ++i) {
+    const auto& parameter = model.parameters[i];
+    if (!parameter.tensor.requires_grad() || model.shard_of(i).tensor.requires_grad()) continue;
+    thawed.push_back(parameter);
+    names.push_back(parameter.name);
+  }
+  if (thawed.empty()) return;
+  model.world.check_contract(std::string(kName) + " (a change of requires_grad)", names);
+  sharding::check_parameters(kName, thawed, 0, model.world.rank());
+  gradients->wait();
+  for (size_t i = 0; i < model.parameters.size(); ++i) {
+    if (!model.parameters[i].tensor.requires_grad()) continue;
+    auto& flat = *model.places[i].flat;
+    model.shard_of(i).tensor.set_requires_grad(true);
+    if (std::exchange(flat.trainable, true)) continue;
+    flat.gradients.defer_until_complete = is_mostly_one_parameter(flat);
+    pages->make_gradients(flat);
+  }
+  watch();
+}
+
 void ShardedModule::begin_forward() {
   if (!summoned.empty()) {
     throw UsageError(prefix() +
@@ -143,6 +169,7 @@ void ShardedModule::begin_forward() {
                      "module's own forward");
   }
   if (residency->forwards() == 0) {
+    follow_thaw();
     check_parameters_unchanged("construction", "such changes before the module is wrapped");
     // The autocast cache would keep a converted copy of every unit alive until the end of forward.
     autocast_cache_ = at::autocast::is_autocast_cache_enabled();
@@ -256,6 +283,7 @@ void ShardedModule::shadow_backward() {
     gradients->follow_sync(std::nullopt);
     join_leader.follow(false);
   });
+  follow_thaw();
   join_leader.follow(true);
   at::NoGradGuard no_grad;
   gradients->begin_backward();

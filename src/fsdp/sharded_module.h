@@ -46,6 +46,9 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   std::vector<at::Tensor> summoned;
 
  private:
+  /// Flat parameters with parameters that were frozen and require a gradient now are reduced from
+  /// now on. All ranks must see it. Collective if there are some.
+  void follow_thaw();
   /// `has_data`: false on a rank that takes part in a join without data.
   void end_backward(bool has_data);
   /// Switches between the dtypes of mixed_precision and the parameters' own. A change releases all

@@ -42,18 +42,22 @@ UnitPages::UnitPages(ShardedModel& model, Residency& residency)
   for (auto* flat : model_.flats) {
     make(*flat);
     if (flat->on_host()) watch_shards(*flat);
-    // The root's gradients may use the slots of its parameters, which are often released before the
-    // gradients need memory: see FlatGradients::defer_until_complete.
-    if (model_.units[flat->unit].root && flat->compute.slots && flat->reduce == flat->compute.dtype)
-      flat->gradients.slots = flat->compute.slots;
-    else if (flat->trainable)
-      flat->gradients.slots = pool(*flat, &FlatParameter::gradient_options, true);
+    make_gradients(*flat);
     restore(*flat);
   }
   // Gradients from before the construction are dropped. Autograd would add to them, and the
   // optimizer, which has only the shards, would not clear them.
   for (auto& parameter : model_.parameters) parameter.tensor.mutable_grad() = at::Tensor();
   memory::return_freed_memory();
+}
+
+void UnitPages::make_gradients(FlatParameter& flat) {
+  // The root's gradients may use the slots of its parameters, which are often released before the
+  // gradients need memory: see FlatGradients::defer_until_complete.
+  if (model_.units[flat.unit].root && flat.compute.slots && flat.reduce == flat.compute.dtype)
+    flat.gradients.slots = flat.compute.slots;
+  else if (flat.trainable)
+    flat.gradients.slots = pool(flat, &FlatParameter::gradient_options, true);
 }
 
 void UnitPages::make(FlatParameter& flat) {

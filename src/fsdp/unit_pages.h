@@ -13,6 +13,8 @@ class UnitPages {
 
   /// Makes the page of `flat` for its present compute dtype, and the pool of its slots.
   void make(FlatParameter& flat);
+  /// Makes the pool of the slots of the gradients of `flat`.
+  void make_gradients(FlatParameter& flat);
   /// Makes the members of `flat` views of its page again.
   void restore(const FlatParameter& flat);
   /// A tensor without memory of the parameter's shape and strides.

@@ -223,18 +223,21 @@ TEST(FsdpUnusual, GradientsFromBeforeTheWrapperAreDropped) {
   }
 }
 
-TEST(FsdpUnusual, AParameterUnfrozenAfterConstructionIsNamed) {
-  run_ranks(2, [&](ProcessGroup group, int rank) {
-    Chain net(2);
+TEST(FsdpUnusual, AParameterThatForwardUnfreezesIsNamed) {
+  struct ThawingImpl : ChainImpl {
+    ThawingImpl() : ChainImpl(2) {}
+    torch::Tensor forward(torch::Tensor x) {
+      head->bias.set_requires_grad(true);
+      return ChainImpl::forward(x);
+    }
+  };
+  const auto errors = run_ranks_catching(2, [](ProcessGroup group, int) {
+    auto net = std::make_shared<ThawingImpl>();
     net->head->bias.set_requires_grad(false);
     FullyShardedDataParallel fsdp(net, group, every_leaf());
-    loss_of(fsdp(rows(0, rank, 2))).backward();
-    net->head->bias.set_requires_grad(true);
-    EXPECT_THAT(
-        thrown_by([&] { fsdp(rows(0, rank, 2)); }),
-        AllOf(HasSubstr("parameter head.bias requires a gradient, but was frozen at construction"),
-              HasSubstr("or a new wrapper")));
+    fsdp(rows(0));
   });
+  expect_usage_errors(errors, "parameter head.bias requires a gradient since the beginning");
 }
 
 TEST(FsdpUnusual, ZeroGradDropsGradientsThatNoSyncHasKept) {

@@ -88,7 +88,7 @@ Expectation of_step(const Case& which, const Item& wrapper, int world, size_t i)
   }
   const bool ddp = kind == "ddp" || kind == "ddp_zero";
   const auto trainable = trainability(which, i);
-  if (!trainable.thawed.empty() && (kind == "fsdp" || wrapper.flag("share_parameters")))
+  if (!trainable.thawed.empty() && wrapper.flag("share_parameters"))
     return Expectation::equal_or_error;
   if (!trainable.frozen.empty() && ddp && wrapper.flag("static_graph"))
     return Expectation::equal_or_error;
