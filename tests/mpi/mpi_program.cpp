@@ -1,5 +1,6 @@
 // A program with MPI of its own, for mpi_test.py: mpi_program LEVEL CASE. LEVEL: single, funneled,
 // serialized or multiple, for MPI_Init_thread(). Ends with code 1 if a check fails.
+#include <algorithm>
 #include <csignal>
 #include <cstdlib>
 #include <fstream>
@@ -99,11 +100,16 @@ void communicators(const ProcessGroupOptions& options) {
   MPI_Comm_free(&half);  // the groups do not use it
   for (auto* group : {&part, &whole, &part, &alone}) expect_sums(*group);
   // Each from a thread of its own.
-  std::thread other([&] {
-    for (int i = 0; i < 20; ++i) expect_sums(part);
-  });
-  for (int i = 0; i < 20; ++i) expect_sums(whole);
-  other.join();
+  std::string problem = "nothing";
+  {
+    const std::jthread other([&] {
+      problem = thrown([&] {
+        for (int i = 0; i < 20; ++i) expect_sums(part);
+      });
+    });
+    for (int i = 0; i < 20; ++i) expect_sums(whole);
+  }
+  expect(problem == "nothing", problem);
   if (auto nested = whole.split(whole.rank() / 2)) expect_sums(*nested);
   expect_sums(whole.duplicate());
   MPI_Comm_free(&reversed);
@@ -183,6 +189,40 @@ void large() {
   world.broadcast(tensor, 0);
   expect(tensor[kBytes - 1].item<int>() == 9 && tensor[kBytes - 2].item<int>() == 7, "its end");
   expect(tensor.narrow(0, 0, kBytes - 1).eq(7).all().item<bool>(), "its bytes");
+}
+
+/// The same all-reduce over TCP and over MPI: equal bits, and as many bytes.
+void compare() {
+  std::vector<at::Tensor> results;
+  std::vector<uint64_t> bytes;
+  std::ostringstream times;
+  for (const auto& options : {ProcessGroupOptions(), over_mpi()}) {
+    auto world = init_process_group(MPI_COMM_WORLD, options);
+    torch::manual_seed(world.rank());
+    const auto values = at::randn({16 << 20});
+    std::vector<double> took;
+    for (int i = 0; i < 5; ++i) {
+      auto sum = values.clone();
+      world.barrier();
+      const auto begin = Clock::now();
+      world.all_reduce(sum);
+      took.push_back(std::chrono::duration<double, std::milli>(Clock::now() - begin).count());
+      if (i == 0) results.push_back(sum);
+    }
+    std::sort(took.begin(), took.end());
+    times << ' ' << world.backend_name() << ' ' << took[2];
+    bytes.push_back(world.stats().payload_sent());
+  }
+  expect(at::equal(results[0], results[1]), "equal bits");
+  expect(bytes[0] == bytes[1], "equal bytes");
+  if (rank_in(MPI_COMM_WORLD) == 0) say("64 MiB ms", times.str());
+}
+
+/// The program ends without the end of its group.
+void exits() {
+  static auto world = init_process_group(MPI_COMM_WORLD, over_mpi());
+  expect_sums(world);
+  std::exit(0);
 }
 
 /// What a group may not change in a process.
@@ -267,6 +307,8 @@ const std::map<std::string, std::function<void()>>& cases() {
       {"killed", [] { killed({}); }},
       {"killed_mpi", [] { killed(over_mpi()); }},
       {"large", large},
+      {"compare", compare},
+      {"exits", exits},
       {"effects", [] { effects({}); }},
       {"tuned", [] { effects({.tune_process = true}); }},
       {"outlives", [] { outlives({}); }},

@@ -3,15 +3,16 @@
 
     mpi_test.py BUILD_FOLDER [OpenMpi|Mpich]
 
-Hosts are processes with host names of their own (needs root), and in TwoHosts namespaces with a
-cable, which mpirun reaches with an rsh agent of this test.
+Hosts are processes with host names of their own, or two namespaces with a cable, which mpirun
+reaches with an rsh agent of this test. Both need root.
 """
 import os, pathlib, re, shutil, subprocess, sys, tempfile, unittest
 
 sys.dont_write_bytecode = True
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "harness"))
 from processes import environment
-from two_hosts import ADDRESSES, TwoHosts
+import two_hosts
+from two_hosts import TwoHosts
 
 BUILD = pathlib.Path(sys.argv.pop(1)).resolve()
 LEVELS = ("single", "funneled", "serialized", "multiple")
@@ -29,14 +30,14 @@ class Mpi:
         self.program = BUILD / f"bin/mpi_program_{self.mpi}"
         self.assertTrue(self.program.exists(), f"{self.program}: configure again, because {self.mpi} is new here")
 
-    def run_case(self, case, ranks=2, level="single", hosts=0, code=0, words=(), seconds=150, **variables):
+    def run_case(self, case, ranks=2, level="single", hosts=0, code=0, words=(), before=(), seconds=150, **variables):
         """The output. `hosts`: ranks with their number divided by this are on one host; 0: all are."""
         program = [self.program, level, case]
         if hosts:
             rank = f"${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}"
             program = ["unshare", "--uts", "sh", "-c", f'hostname h$(({rank} / {hosts})) && exec "$@"', "sh", *program]
         with tempfile.NamedTemporaryFile("r") as lines:
-            done = subprocess.run([str(word) for word in (f"mpirun.{self.mpi}", *self.options, *words, "-n", ranks, *program)],
+            done = subprocess.run([str(word) for word in (*before, f"mpirun.{self.mpi}", *self.options, *words, "-n", ranks, *program)],
                                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds,
                                   env=environment(**self.variables, **variables, LINES=lines.name))
             text = done.stdout + lines.read()
@@ -124,6 +125,31 @@ class Mpi:
         text = self.run_case("communicators_mpi", 4, "serialized", hosts=2)
         self.assertIn("travel over TCP, because MPI provides MPI_THREAD_SERIALIZED; expected MPI_THREAD_MULTIPLE", text)
 
+    def test_two_hosts_that_mpirun_reaches_with_an_agent(self):
+        try:
+            hosts = TwoHosts()
+        except OSError as error:
+            raise unittest.SkipTest(f"no namespaces: {error}")
+        self.addCleanup(hosts.remove)
+        two_hosts.ip("-n", hosts.names[0], "address", "del", two_hosts.SECOND_ADDRESS + "/24", "dev", hosts.cables[0])
+        with tempfile.TemporaryDirectory() as folder:
+            agent = pathlib.Path(folder) / "agent"
+            names = " ".join(f"{address}) name={name};;" for address, name in zip(two_hosts.ADDRESSES, hosts.names))
+            agent.write_text(f'#!/bin/sh\nwhile case $1 in -*) ;; *) false;; esac; do shift; done\ncase $1 in {names} esac\nshift\n'
+                             'exec ip netns exec $name unshare --uts sh -c "hostname $name; $*"\n')
+            agent.chmod(0o755)
+            before = hosts.command(0, "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', hosts.names[0])
+            places = ",".join(address + ":2" for address in two_hosts.ADDRESSES)
+            words = [word.format(agent=agent, places=places, cable=hosts.cables[0]) for word in self.two_hosts]
+            text = self.run_case("start", 4, "single", before=before, words=words, UCX_TLS="tcp,self")
+            self.assertIn("backend tcp, local 0 of 2", text)
+            for case in ("communicators_mpi", "wrappers_mpi", "compare"):
+                text = self.run_case(case, 4, "multiple", before=before, words=words, UCX_TLS="tcp,self")
+            print(*self.lines(text, "64 MiB ms"), end=" ", flush=True)
+
+    def test_exit_without_the_end_of_a_group(self):
+        self.run_case("exits", 3, "multiple", code=None, seconds=60)
+
     def test_three_gigabytes(self):
         available = int(re.search(r"MemAvailable: +(\d+)", pathlib.Path("/proc/meminfo").read_text())[1])
         if available < 14 << 20:
@@ -136,6 +162,7 @@ class OpenMpi(Mpi, unittest.TestCase):
     options = ["--oversubscribe"]
     variables = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     death = r"exited on signal 9"
+    two_hosts = ["--mca", "plm_rsh_agent", "{agent}", "--mca", "btl_tcp_if_include", "192.0.2.0/24", "--host", "{places}"]
 
 
 class Mpich(Mpi, unittest.TestCase):
@@ -143,6 +170,7 @@ class Mpich(Mpi, unittest.TestCase):
     options = []
     variables = {}
     death = r"BAD TERMINATION[^$]*EXIT CODE: 9"
+    two_hosts = ["-launcher", "rsh", "-launcher-exec", "{agent}", "-iface", "{cable}", "-hosts", "{places}"]
 
     def test_a_killed_rank_is_named_if_mpich_leaves_the_others(self):
         for case in ("killed", "killed_mpi"):

@@ -1,13 +1,16 @@
 #include <atomic>
 #include <chrono>
-#include <sstream>
+#include <condition_variable>
+#include <mutex>
 #include <stdexcept>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include <fmt/format.h>
 
 #include "comm/base/roll_call.h"
+#include "comm/base/sigpipe_blocked.h"
 #include "comm/p2p/mailbox.h"
 #include "tessera/detail/communicator.h"
 #include "tessera/detail/torch_compat.h"
@@ -19,50 +22,118 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Communicator = detail::Communicator;
 
+class CommunicatorMailbox;
+
 class CommunicatorMessage : public Message {
  public:
-  explicit CommunicatorMessage(std::unique_ptr<Communicator::Transfer> transfer)
-      : transfer_(std::move(transfer)) {}
-
-  /// MPI has no wait with a time-out. Its calls carry all messages of the process on.
-  void wait(std::chrono::milliseconds timeout) override {
-    constexpr int kEager = 2000;
-    constexpr std::chrono::microseconds kPause{20};
-    const auto deadline = Clock::now() + timeout;
-    for (int tries = 0; !transfer_->test(); ++tries) {
-      if (aborted_) throw std::runtime_error("aborted");
-      if (tries < kEager) {
-        std::this_thread::yield();
-        continue;
-      }
-      if (Clock::now() >= deadline) throw std::runtime_error("no message in time");
-      std::this_thread::sleep_for(kPause);
-    }
-  }
+  CommunicatorMessage(CommunicatorMailbox& mailbox,
+                      std::unique_ptr<Communicator::Transfer> transfer)
+      : mailbox_(mailbox), transfer_(std::move(transfer)) {}
+  ~CommunicatorMessage() override;
+  void wait(std::chrono::milliseconds timeout) override;
   void abort() noexcept override { aborted_ = true; }
 
  private:
+  friend class CommunicatorMailbox;
+  CommunicatorMailbox& mailbox_;
   std::unique_ptr<Communicator::Transfer> transfer_;
+  bool complete_ = false;
+  std::string failure_;
   std::atomic<bool> aborted_ = false;
 };
 
+/// MPI carries a large message on only while both its ends call MPI, and a rank may wait for
+/// another one of its host meanwhile. So a thread does it while messages are under way. A rank that
+/// waits for a message calls MPI itself, which is faster.
 class CommunicatorMailbox : public Mailbox {
  public:
   explicit CommunicatorMailbox(std::shared_ptr<Communicator> communicator)
-      : communicator_(std::move(communicator)) {}
+      : communicator_(std::move(communicator)) {
+    const SigpipeBlocked inherited;
+    thread_ = std::thread([this] { run(); });
+  }
+  ~CommunicatorMailbox() override {
+    {
+      std::lock_guard lock(mutex_);
+      ending_ = true;
+    }
+    posted_.notify_one();
+    thread_.join();
+  }
 
   const char* name() const override { return "mpi"; }
   std::unique_ptr<Message> send(at::Tensor tensor, int to, int tag) override {
-    return std::make_unique<CommunicatorMessage>(communicator_->send(std::move(tensor), to, tag));
+    return post(communicator_->send(std::move(tensor), to, tag));
   }
   std::unique_ptr<Message> receive(at::Tensor tensor, int from, int tag) override {
-    return std::make_unique<CommunicatorMessage>(
-        communicator_->receive(std::move(tensor), from, tag));
+    return post(communicator_->receive(std::move(tensor), from, tag));
   }
 
  private:
+  friend class CommunicatorMessage;
+
+  std::unique_ptr<Message> post(std::unique_ptr<Communicator::Transfer> transfer) {
+    auto message = std::make_unique<CommunicatorMessage>(*this, std::move(transfer));
+    std::lock_guard lock(mutex_);
+    if (under_way_.empty()) posted_.notify_one();
+    under_way_.push_back(message.get());
+    return message;
+  }
+
+  /// With the lock.
+  void carry_on() {
+    std::erase_if(under_way_, [](CommunicatorMessage* message) {
+      try {
+        message->complete_ = message->transfer_->test();
+      } catch (const std::exception& error) {
+        message->failure_ = error.what();
+      }
+      return message->complete_ || !message->failure_.empty();
+    });
+  }
+
+  void run() {
+    constexpr std::chrono::microseconds kPause{50};
+    std::unique_lock lock(mutex_);
+    while (!ending_) {
+      posted_.wait(lock, [&] { return ending_ || !under_way_.empty(); });
+      carry_on();
+      lock.unlock();
+      std::this_thread::sleep_for(kPause);
+      lock.lock();
+    }
+  }
+
   const std::shared_ptr<Communicator> communicator_;
+  std::mutex mutex_;  // guards what follows, and all messages
+  std::condition_variable posted_;
+  std::vector<CommunicatorMessage*> under_way_;
+  bool ending_ = false;
+  std::thread thread_;
 };
+
+CommunicatorMessage::~CommunicatorMessage() {
+  std::lock_guard lock(mailbox_.mutex_);
+  std::erase(mailbox_.under_way_, this);
+}
+
+void CommunicatorMessage::wait(std::chrono::milliseconds timeout) {
+  constexpr int kEager = 2000;
+  constexpr std::chrono::microseconds kPause{20};
+  const auto deadline = Clock::now() + timeout;
+  for (int tries = 0;; ++tries) {
+    {
+      std::lock_guard lock(mailbox_.mutex_);
+      mailbox_.carry_on();
+      if (complete_) return;
+      if (!failure_.empty()) throw std::runtime_error(failure_);
+    }
+    if (aborted_) throw std::runtime_error("aborted");
+    if (Clock::now() >= deadline) throw std::runtime_error("no message in time");
+    if (tries < kEager) std::this_thread::yield();
+    else std::this_thread::sleep_for(kPause);
+  }
+}
 
 /// Differs between groups that have two members in common.
 int number_of(const World& world, const std::string& of_first_member) {
