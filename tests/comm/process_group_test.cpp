@@ -494,6 +494,9 @@ TEST_P(Collectives, BadArgumentsNameRankAndExpectation) {
 
 TEST_P(SeveralRanks, ARankThatLeavesIsNamedByAll) {
   const auto start = std::chrono::steady_clock::now();
+  auto limited = options();
+  // MPI does not tell who has left.
+  if (limited.backend == Backend::MPI) limited.timeout = std::chrono::seconds(1);
   const auto errors = run_ranks_catching(
       world(),
       [&](ProcessGroup group, int rank) {
@@ -502,7 +505,7 @@ TEST_P(SeveralRanks, ARankThatLeavesIsNamedByAll) {
         auto tensor = pattern(100, rank);
         while (true) group.all_reduce(tensor);
       },
-      options());
+      limited);
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
   for (int r = 0; r + 1 < world(); ++r) {
     try {
@@ -568,24 +571,13 @@ TEST(InitProcessGroup, NcclWithoutABuildOrDeviceIsAnError) {
               AnyOf(HasSubstr("TESSERA_WITH_NCCL"), HasSubstr("rank 0 of 2 sees no CUDA device")));
 }
 
-TEST(InitProcessGroup, MpiWithoutACommunicatorIsAnError) {
-  for (const auto& hosts : {std::vector<int>{}, {0, 1}, {0, 0, 1}}) {
-    const int world = hosts.empty() ? 2 : static_cast<int>(hosts.size());
-    const auto errors = run_ranks_catching(
-        world, [](ProcessGroup, int) {}, {.backend = Backend::MPI}, hosts);
-    for (int rank = 0; rank < world; ++rank)
-      EXPECT_THAT(message_of(errors[rank]),
-                  HasSubstr("rank " + std::to_string(rank) +
-                            ": backend is MPI, and this world was not made of a communicator"));
-  }
-}
-
 const auto kName = [](const auto& tested) { return "World" + std::to_string(tested.param.world); };
 INSTANTIATE_TEST_SUITE_P(Self, Collectives, ::testing::Values(Setting{1, Backend::Auto}), kName);
 const auto kGloo = ::testing::Values(Setting{2, Backend::Gloo}, Setting{3, Backend::Gloo},
                                      Setting{4, Backend::Gloo});
 const auto kTcp =
     ::testing::Values(Setting{2, Backend::TCP}, Setting{3, Backend::TCP}, Setting{4, Backend::TCP});
+const auto kMpi = ::testing::Values(Setting{3, Backend::MPI}, Setting{4, Backend::MPI});
 const auto kShared =
     ::testing::Values(Setting{2, Backend::SharedMemory}, Setting{3, Backend::SharedMemory},
                       Setting{4, Backend::SharedMemory});
@@ -602,6 +594,8 @@ INSTANTIATE_TEST_SUITE_P(CheckedShared, SeveralRanks, kCheckedShared, kName);
 INSTANTIATE_TEST_SUITE_P(Gloo, Collectives, kGloo, kName);
 INSTANTIATE_TEST_SUITE_P(Tcp, Collectives, kTcp, kName);
 INSTANTIATE_TEST_SUITE_P(Tcp, SeveralRanks, kTcp, kName);
+INSTANTIATE_TEST_SUITE_P(Mpi, Collectives, kMpi, kName);
+INSTANTIATE_TEST_SUITE_P(Mpi, SeveralRanks, kMpi, kName);
 INSTANTIATE_TEST_SUITE_P(SharedMemory, Collectives, kShared, kName);
 INSTANTIATE_TEST_SUITE_P(Gloo, SeveralRanks, kGloo, kName);
 INSTANTIATE_TEST_SUITE_P(SharedMemory, SeveralRanks, kShared, kName);

@@ -9,6 +9,7 @@
 
 #include "comm/group/make_transport.h"
 #include "comm/group/process_group_impl.h"
+#include "harness/thread_communicator.h"
 #include "tessera/error.h"
 #include "tessera/process_group.h"
 
@@ -27,6 +28,7 @@ inline std::vector<std::exception_ptr> run_ranks_catching(int world, const RankB
   std::vector<std::exception_ptr> errors(world);
   std::vector<std::thread> threads;
   auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto communicators = ThreadCommunicator::make(world);
   for (int rank = 0; rank < world; ++rank) {
     threads.emplace_back([&, rank] {
       try {
@@ -36,6 +38,7 @@ inline std::vector<std::exception_ptr> run_ranks_catching(int world, const RankB
         place.store = store;
         place.hosts = hosts;
         place.same_host = comm::all_equal(hosts);
+        place.start_group.communicator = communicators[rank];
         auto transport = comm::make_transport(place);
         body(ProcessGroup(
                  std::make_shared<ProcessGroup::Impl>(std::move(place), std::move(transport))),

@@ -34,7 +34,8 @@ Tensors train(const Hosts& hosts, const NamedTrain& wrapper, const Training& tra
   return result;
 }
 
-void expect_same_bits(const Training& training, const std::vector<Hosts>& placements) {
+void expect_same_bits(const Training& training, const std::vector<Hosts>& placements,
+                      Backend backend = Backend::Auto) {
   std::map<std::pair<size_t, std::string>, Tensors> on_one_host;  // by world and wrapper
   for (const auto& hosts : placements) {
     const Hosts together(hosts.size(), 0);
@@ -43,7 +44,7 @@ void expect_same_bits(const Training& training, const std::vector<Hosts>& placem
       SCOPED_TRACE(wrapper.name + " on " + ::testing::PrintToString(hosts));
       auto& expected = on_one_host[{hosts.size(), wrapper.name}];
       if (expected.empty()) expected = train(together, wrapper, training);
-      const auto found = train(hosts, wrapper, training);
+      const auto found = train(hosts, wrapper, training, backend);
       ASSERT_FALSE(found.empty());
       ASSERT_EQ(found.size(), expected.size());
       for (size_t i = 0; i < found.size(); ++i)
@@ -60,6 +61,10 @@ TEST(Placements, EachWrapperHasTheSameBitsInBfloat16) {
 
 TEST(Placements, EachWrapperHasTheSameBitsInAJoin) {
   expect_same_bits({.steps = 2, .joins = true}, kSomePlacements);
+}
+
+TEST(Placements, EachWrapperHasTheSameBitsOverMpi) {
+  expect_same_bits({.steps = 2}, {{0, 1}, {0, 1, 0}, {0, 0, 1, 1}}, Backend::MPI);
 }
 
 TEST(Placements, MessagesOnOneHostHaveTheBitsOfSharedMemory) {

@@ -105,9 +105,10 @@ Item random_wrapper(Random& random, const Limits& limits, int world) {
       random.pick({"ddp", "ddp", "zero", "zero", "zero", "ddp_zero", "distributed_optimizer",
                    "distributed_optimizer", "fsdp", "fsdp", "fsdp"})};
   auto& values = wrapper.values;
-  maybe(random, 10, values, "backend", "tcp");
+  maybe(random, 10, values, "backend", random.pick({"tcp", "tcp", "mpi"}));
   if (values.empty() && world > 2 && random.chance(15))
     values["hosts"] = random.pick({"001", "01", "0011", "012"});
+  if (values.count("hosts") > 0) maybe(random, 20, values, "backend", "mpi");
   if (random.chance(30)) values["buffers"] = random.pick({"mean", "none"});
   if (random.chance(50)) values["overlap"] = random.pick({"none", "background", "background"});
   const auto& kind = wrapper.kind;

@@ -145,6 +145,7 @@ ProcessGroupOptions group_options(const Item& wrapper) {
   options.timeout = std::chrono::milliseconds(static_cast<int>(kTimeoutSeconds * 1000));
   if (wrapper.text("backend") == "gloo") options.backend = Backend::Gloo;
   if (wrapper.text("backend") == "tcp") options.backend = Backend::TCP;
+  if (wrapper.text("backend") == "mpi") options.backend = Backend::MPI;
   options.check_results = wrapper.flag("check_results");
   return options;
 }
