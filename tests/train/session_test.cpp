@@ -249,6 +249,25 @@ TEST_F(Sessions, FinishWritesTheWeightsAndTheLog) {
   EXPECT_EQ(log()[2]["step"], 2);
 }
 
+TEST_F(Sessions, MetricsAreOverTheSamplesOfAllRanks) {
+  for (const int world : {1, 2, 3}) {
+    testing::run_ranks(world, [&](const ProcessGroup& group, int rank) {
+      TrainingSession session(
+          config_with({"parallel.type=FullyShardedDataParallel", "metrics=[mae, r2]"}), group);
+      const auto [all, wanted] = samples(0, 6);
+      const int64_t first = rank == 0 ? 0 : 4, count = rank == 0   ? (world == 1 ? 6 : 4)
+                                                       : rank == 1 ? 2
+                                                                   : 0;
+      const auto inputs = all.narrow(0, first, count), targets = wanted.narrow(0, first, count);
+      const auto figures = session.evaluate(inputs, targets);
+      const at::Tensor predicted = session.predict(all), error = predicted - wanted;
+      EXPECT_NEAR(figures.at("mae"), error.abs().mean().item<double>(), 1e-6);
+      EXPECT_NEAR(figures.at("loss"), error.square().mean().item<double>(), 1e-6);
+      EXPECT_EQ(figures.count("r2"), 1u);
+    });
+  }
+}
+
 TEST_F(Sessions, AStepWithoutSamplesAnywhereIsNoStep) {
   testing::run_ranks(2, [&](const ProcessGroup& group, int) {
     TrainingSession session(config_with({"parallel.type=DistributedDataParallel"}), group);

@@ -68,6 +68,27 @@ JoinIteration iteration_of(const std::vector<int64_t>& counts) {
   return iteration;
 }
 
+/// The figures of a metric over the samples of all ranks.
+void add_metric(const Metric& metric, const Evaluated& evaluated,
+                const std::vector<int64_t>& counts, ProcessGroup group,
+                std::map<std::string, double>& figures) {
+  const torch::NoGradGuard no_grad;
+  const at::Tensor mine = metric.accumulate(evaluated.prediction, evaluated.batch)
+                              .to(at::kCPU, at::kDouble)
+                              .contiguous();
+  const at::Tensor all = group.all_gather(mine.flatten().to(group.control_device())).cpu();
+  at::Tensor total;
+  for (size_t rank = 0; rank < counts.size(); ++rank) {
+    if (counts[rank] == 0) continue;
+    const auto first = static_cast<int64_t>(rank) * mine.numel();
+    const at::Tensor part = all.flatten().narrow(0, first, mine.numel()).view(mine.sizes());
+    if (!total.defined()) total = part;
+    else total = metric.merge ? metric.merge(total, part) : total + part;
+  }
+  const auto values = metric.result(total);
+  for (size_t i = 0; i < metric.figures.size(); ++i) figures[metric.figures[i]] = values.at(i);
+}
+
 /// Sets the evaluation mode while alive.
 struct Evaluating {
   explicit Evaluating(torch::nn::Module& evaluated)
@@ -219,7 +240,10 @@ std::map<std::string, double> TrainingSession::evaluate(const at::Tensor& inputs
   const Batch batch = own.batch_of_all({inputs, targets, {}}, counts);
   const Evaluating evaluating(model());
   own.run.swap_average();
-  const ParsedLosses losses = own.run.wrapper().val_losses(batch);
+  Evaluated evaluated;
+  const auto& metrics = own.config.metrics;
+  const ParsedLosses losses =
+      own.run.wrapper().val_losses(batch, metrics.empty() ? nullptr : &evaluated);
   own.run.swap_average();
   const auto numbers = train::read_figures(losses.values);
   const auto weight = static_cast<double>(counts[static_cast<size_t>(group.rank())]);
@@ -232,6 +256,7 @@ std::map<std::string, double> TrainingSession::evaluate(const at::Tensor& inputs
   for (size_t i = 0; i < numbers.size(); ++i)
     figures[losses.values[i].first] =
         total[static_cast<int64_t>(i) + 1].item<double>() / total[0].item<double>();
+  for (const auto& metric : metrics) add_metric(metric, evaluated, counts, group, figures);
   return figures;
 }
 

@@ -39,7 +39,7 @@ GivenData::GivenData(const RunContext& context)
                        ", and the program gives the samples; expected " + expected);
   };
   refuse(config_.train.epochs > 0, "train.epochs", "train.steps, or none");
-  refuse(config_.train.eval_every > 0, "train.eval_every", "0; TrainingSession::evaluate()");
+  refuse(config_.train.eval.every > 0, "train.eval_every", "0; TrainingSession::evaluate()");
   refuse(config_.train.on_nonfinite == "rollback", "train.on_nonfinite", "stop or skip");
   refuse(config_.train.rollback_on_spike.has_value(), "train.rollback_on_spike", "null");
   check_schedule(config_);
