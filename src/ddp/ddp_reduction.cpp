@@ -171,7 +171,12 @@ void DdpReduction::reduce(size_t index) {
 
 void DdpReduction::call_hook(size_t index) {
   const auto& bucket = reducer_->buckets()[index];
-  GradientBucket gradients{index, bucket.flat, {}, bucket.views};
+  // To a hook, complex numbers are pairs of real ones.
+  const auto real = [](const at::Tensor& tensor) {
+    return tensor.is_complex() ? at::view_as_real(tensor) : tensor;
+  };
+  GradientBucket gradients{index, real(bucket.flat).view({-1}), {}, {}};
+  for (const auto& view : bucket.views) gradients.gradients.push_back(real(view));
   for (const auto i : bucket.members) gradients.names.push_back(model_.trainable[i].name);
   // The collectives of a hook are its own, in both of its parts.
   const comm::TagScope start(tag(index));

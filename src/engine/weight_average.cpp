@@ -53,7 +53,7 @@ void WeightAverage::update() {
   const double decay = options_.warmup ? std::min(decay_, (1 + n) / (10 + n)) : decay_;
   for (size_t i = 0; i < live_.size(); ++i) {
     auto& average = averages_[i];
-    if (!average.is_floating_point()) {
+    if (!average.is_floating_point() && !average.is_complex()) {
       average.copy_(live_[i]);
       continue;
     }

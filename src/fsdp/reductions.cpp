@@ -230,8 +230,6 @@ void Reductions::fail(const std::shared_ptr<Reduction>& reduction) {
   if (reduction->late) {
     open_.pop_front();
     flat.gradients.page->attach(flat.gradients.own_segment);
-    for (size_t m = 0; m < reduction->used.size(); ++m)
-      if (reduction->used[m]) flat.shards[m].tensor.mutable_grad() = at::Tensor();
   }
   settle(*reduction);
   failed_.push_back(reduction);

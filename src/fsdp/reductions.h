@@ -45,7 +45,12 @@ class Reductions : public sharding::PageOwner {
   /// diverged. All have ended.
   template <class Take>
   void take_back(Take&& take) {
-    for (const auto& each : std::exchange(failed_, {})) take(each->flat, each->slot, each->used);
+    for (const auto& each : std::exchange(failed_, {})) {
+      for (size_t m = 0; m < each->used.size(); ++m)
+        if (each->late && each->used[m] && !each->adds[m])
+          each->flat.shards[m].tensor.mutable_grad() = at::Tensor();
+      take(each->flat, each->slot, each->used);
+    }
   }
   /// Waits for late gradients.
   void finish_late();

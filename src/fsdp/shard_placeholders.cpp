@@ -101,7 +101,10 @@ void ShardPlaceholders::clear(size_t parameter) {
 void ShardPlaceholders::accessed(size_t parameter, bool to_write, bool missing) {
   if (busy_) return;
   const std::lock_guard lock(*model_.mutex);
-  if (missing) reductions_.finish_late();
+  if (missing) {
+    const auto own = own_access();
+    reductions_.finish_late();
+  }
   const auto text = placeholders_.set_by_program(parameter);
   if (!text.empty()) throw UsageError(text);
   if (placeholders_.take_removed(parameter)) clear(parameter);

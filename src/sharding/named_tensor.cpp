@@ -53,12 +53,6 @@ void check_parameters(const std::string& component, const std::vector<NamedTenso
     if (tensor.layout() != at::kStrided) fail(i, "the tensor is sparse; expected a dense one");
     if (!tensor.is_leaf())
       fail(i, "the tensor is not a leaf (it is the result of an operation); expected a parameter");
-    if (tensor.is_complex() && tensor.requires_grad()) {
-      fail(i,
-           fmt::format("the dtype is {}, and sums of complex gradients are not defined; expected a "
-                       "real parameter that forward takes as view_as_complex(parameter)",
-                       c10::toString(tensor.scalar_type())));
-    }
     const auto [first, added] = seen.emplace(tensor.unsafeGetTensorImpl(), i);
     if (!added)
       fail(i, fmt::format("the same tensor as parameter {} ({}); expected each once", first->second,

@@ -23,7 +23,7 @@ std::string first_to_last(const std::vector<NamedTensor>& parameters,
                           const std::vector<size_t>& members);
 
 /// UsageError "<component>: group G, parameter I (name): …" for undefined, sparse and repeated
-/// tensors, and for trainable tensors of a dtype that cannot be summed over ranks (complex).
+/// tensors.
 void check_parameters(const std::string& component, const std::vector<NamedTensor>& parameters,
                       size_t group, int rank);
 

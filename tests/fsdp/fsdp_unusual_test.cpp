@@ -319,36 +319,6 @@ TEST(FsdpUnusual, BatchNormsComputeInTheDtypeOfTheirBuffers) {
   }
 }
 
-TEST(FsdpUnusual, ComplexParametersAreRefusedByName) {
-  struct SpectralImpl : torch::nn::Module {
-    SpectralImpl() {
-      weight = register_parameter("weight", torch::ones({2, 2}, at::kComplexFloat));
-    }
-    torch::Tensor forward(torch::Tensor x) {
-      return at::real(at::mm(x.to(at::kComplexFloat), weight));
-    }
-    torch::Tensor weight;
-  };
-  const auto expected =
-      AllOf(HasSubstr("rank 0: group 0, parameter 0 (weight): the dtype is ComplexFloat"),
-            HasSubstr("view_as_complex"));
-  run_ranks(2, [&](ProcessGroup group, int rank) {
-    const auto text =
-        thrown_by([&] { FullyShardedDataParallel fsdp(std::make_shared<SpectralImpl>(), group); });
-    const auto of_ddp =
-        thrown_by([&] { DistributedDataParallel ddp(std::make_shared<SpectralImpl>(), group); });
-    if (rank == 0) EXPECT_THAT(text, expected);
-    if (rank == 0) EXPECT_THAT(of_ddp, expected);
-  });
-  run_ranks(2, [&](ProcessGroup group, int rank) {
-    auto frozen = std::make_shared<SpectralImpl>();
-    frozen->weight.set_requires_grad(false);
-    frozen->register_parameter("gain", torch::ones({1}));
-    FullyShardedDataParallel fsdp(frozen, group);
-    EXPECT_EQ(fsdp(at::ones({1, 2})).sum().item<float>(), 4);
-  });
-}
-
 /// An embedding whose forward writes its weight.
 struct RenormedImpl : torch::nn::Module {
   RenormedImpl() {

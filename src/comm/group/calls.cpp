@@ -40,6 +40,14 @@ class Flat {
   bool copied_;
 };
 
+/// Complex numbers are moved and summed as pairs of real ones.
+at::Tensor pairs(const at::Tensor& tensor) { return at::view_as_real(tensor.detach()); }
+
+Counts doubled(Counts counts) {
+  for (auto& count : counts) count *= 2;
+  return counts;
+}
+
 /// Ranks that scale differently disagree.
 std::string with_scale(double scale, const std::string& tag) {
   return scale == 1 ? tag : fmt::format("scale {}{}{}", scale, tag.empty() ? "" : ", ", tag);
@@ -77,6 +85,8 @@ uint64_t bytes_of(const at::Tensor& tensor) {
 
 Call all_reduce_call(ProcessGroup::Impl& impl, const at::Tensor& tensor, double scale,
                      const std::string& tag) {
+  check_tensor(impl, "all_reduce", tensor);
+  if (tensor.is_complex()) return all_reduce_call(impl, pairs(tensor), scale, tag);
   check_sum(impl, "all_reduce", tensor);
   check_wire(impl, "all_reduce", tensor);
   const uint64_t size = impl.world.size, moved = 2 * bytes_of(tensor) * (size - 1) / size;
@@ -92,6 +102,8 @@ Call all_reduce_call(ProcessGroup::Impl& impl, const at::Tensor& tensor, double 
 
 Call reduce_call(ProcessGroup::Impl& impl, const at::Tensor& tensor, int root,
                  const std::string& tag) {
+  check_tensor(impl, "reduce", tensor);
+  if (tensor.is_complex()) return reduce_call(impl, pairs(tensor), root, tag);
   check_sum(impl, "reduce", tensor);
   check_root(impl, "reduce", root);
   const bool owner = impl.world.rank == root;
@@ -125,6 +137,7 @@ Call all_gather_call(ProcessGroup::Impl& impl, const at::Tensor& flat, const Cou
   check_tensor(impl, "all_gather", flat);
   check_wire(impl, "all_gather", flat);
   check_counts(impl, "all_gather", "counts", counts, flat);
+  if (flat.is_complex()) return all_gather_call(impl, pairs(flat).view({-1}), doubled(counts), tag);
   const uint64_t own = counts[impl.world.rank] * flat.element_size();
   impl.count(&CommStats::all_gather, own * (impl.world.size - 1), bytes_of(flat) - own);
   const auto body = [flat = flat.detach(), counts](Transport& transport, const Headers&) {
@@ -135,9 +148,20 @@ Call all_gather_call(ProcessGroup::Impl& impl, const at::Tensor& flat, const Cou
 
 Call reduce_scatter_call(ProcessGroup::Impl& impl, const at::Tensor& flat, const Counts& counts,
                          double scale, ProcessGroup::ConsumeRun consume, const std::string& tag) {
-  check_sum(impl, "reduce_scatter", flat);
+  check_tensor(impl, "reduce_scatter", flat);
   check_wire(impl, "reduce_scatter", flat);
   check_counts(impl, "reduce_scatter", "counts", counts, flat);
+  if (flat.is_complex()) {
+    // Runs begin and end at even numbers of elements, because ranges and windows do.
+    if (consume) {
+      consume = [consume](int64_t offset, const at::Tensor& run) {
+        consume(offset / 2, at::view_as_complex(run.view({-1, 2})));
+      };
+    }
+    return reduce_scatter_call(impl, pairs(flat).view({-1}), doubled(counts), scale,
+                               std::move(consume), tag);
+  }
+  check_sum(impl, "reduce_scatter", flat);
   const uint64_t own = counts[impl.world.rank] * flat.element_size();
   impl.count(&CommStats::reduce_scatter, bytes_of(flat) - own, own * (impl.world.size - 1));
   auto body = [flat = flat.detach(), counts, scale, consume = std::move(consume)](
@@ -151,6 +175,11 @@ Call reduce_scatter_call(ProcessGroup::Impl& impl, const at::Tensor& flat, const
 Call reduce_scatter_into_call(ProcessGroup::Impl& impl, const at::Tensor& flat,
                               const Counts& counts, const at::Tensor& output, double scale,
                               const std::string& tag) {
+  if (flat.defined() && flat.is_complex() && output.is_complex() && output.dim() == 1) {
+    check_counts(impl, "reduce_scatter", "counts", counts, flat);
+    return reduce_scatter_into_call(impl, pairs(flat).view({-1}), doubled(counts),
+                                    pairs(output).view({-1}), scale, tag);
+  }
   auto call = reduce_scatter_call(impl, flat, counts, 1, nullptr, with_scale(scale, tag));
   const int64_t own = counts[impl.world.rank];
   const bool fits = output.dim() == 1 && output.is_contiguous() && detail::is_resolved(output) &&

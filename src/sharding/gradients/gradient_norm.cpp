@@ -57,12 +57,13 @@ void GradientNorm::add(const at::Tensor& gradient) {
     const auto values = gradient.detach();  // waits for a gradient that has not arrived
     part_ += sum_of_squares(values.data_ptr<float>(), values.numel());
   } else {
-    part_ += gradient.to(at::kDouble).abs().pow(p_).sum().item<double>();
+    part_ += gradient.abs().to(at::kDouble).pow(p_).sum().item<double>();
   }
 }
 
 void GradientNorm::add_power(const at::Tensor& gradient) {
-  auto power = at::linalg_vector_norm(gradient, p_, at::OptionalIntArrayRef(), false, at::kDouble);
+  const auto real = gradient.is_complex() ? gradient.abs() : gradient;
+  auto power = at::linalg_vector_norm(real, p_, at::OptionalIntArrayRef(), false, at::kDouble);
   if (!std::isinf(p_)) power = power.pow(p_);
   if (part_on_device_.defined()) {
     power = power.to(part_on_device_.device());

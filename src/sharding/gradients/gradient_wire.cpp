@@ -13,7 +13,7 @@ void check_wire_dtypes(const std::string& component, int rank, const WireOptions
   if (wire == WireOptions()) return;
   for (const auto& [name, tensor] : parameters) {
     const auto dtype = tensor.scalar_type();
-    if (dtype != at::kDouble) continue;
+    if (dtype != at::kDouble && dtype != at::kComplexDouble) continue;
     throw UsageError(fmt::format(
         "{}: rank {}: option wire ({}): parameter {} has dtype {}; expected float32, bfloat16 or "
         "float16",
