@@ -88,11 +88,9 @@ std::string config_reference() {
                     RunConfig run;
                     train::read_train(keys, Config{}, run);
                   })));
-  text += section("metrics",
-                  "A list of maps with `type`, its options and `prefix` (the beginning of "
-                  "the names of its\nfigures), or of types. The names of figures are "
-                  "before the colons.\n") +
-          components(registry::metrics(), {"type"});
+  text += section("metrics", "A list of types, or of maps with the options of that type and:\n\n" +
+                                 table(OptionReader::describe(train::describe_metric))) +
+          components(registry::metrics(), {"type", "prefix"});
   text += section("hooks", "A list of maps with `type` and its options, or of types.\n") +
           components(registry::hooks(), {"type"});
   text += section("checkpoint", table(OptionReader::describe([](OptionReader& keys) {

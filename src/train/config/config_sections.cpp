@@ -142,13 +142,17 @@ Metric with_place(Metric metric, const std::string& place) {
   return metric;
 }
 
+void read_metric_keys(OptionReader& keys, std::string& type, std::string& prefix) {
+  keys.require("type", "the name of a metric");
+  keys.read_choice("type", type, registry::metrics().names(), "a metric");
+  keys.read("prefix", prefix, "beginning of the names of its figures");
+}
+
 void read_metrics(OptionReader& keys, std::vector<Metric>& metrics) {
   std::map<std::string, std::string> owners;
   for (auto& entry : keys.list("metrics", "figures of evaluations, each with type", true)) {
     std::string type, prefix;
-    entry.require("type", "the name of a metric");
-    entry.read_choice("type", type, registry::metrics().names(), "a metric");
-    entry.read("prefix", prefix, "beginning of the names of its figures");
+    read_metric_keys(entry, type, prefix);
     if (type.empty()) entry.finish();
     const std::string place = entry.at("type");
     Metric metric = registry::metrics().read(type, entry);
@@ -339,6 +343,11 @@ void describe_model(OptionReader& keys) {
 void describe_data(OptionReader& keys) {
   DataConfig data;
   read_data_keys(keys, data);
+}
+
+void describe_metric(OptionReader& keys) {
+  std::string type, prefix;
+  read_metric_keys(keys, type, prefix);
 }
 
 void describe_parallel(OptionReader& keys) {

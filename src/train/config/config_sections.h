@@ -27,6 +27,7 @@ void describe_top_level(OptionReader& keys);
 void describe_model(OptionReader& keys);
 void describe_data(OptionReader& keys);
 void describe_optimizer(OptionReader& keys);
+void describe_metric(OptionReader& keys);
 void describe_parallel(OptionReader& keys);
 
 }  // namespace tessera::train
