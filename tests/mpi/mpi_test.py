@@ -58,8 +58,15 @@ class Mpi:
             self.assertIn("before MPI_Init: init_process_group: MPI is not initialized; expected MPI_Init", text)
             if ranks > 1:
                 self.assertIn(f"backend shm, local 0 of {ranks}", text)
+            self.assertNotIn("threads each", text)
             times = [float(word) for word in re.search(r"start ms(.*)", text)[1].split()]
             self.assertLess(sorted(times)[2], 1000, text)
+
+    def test_threads_of_ranks_beyond_the_cores_are_a_warning(self):
+        threads = os.cpu_count() + 1
+        text = self.run_case("refused", 2, "multiple", OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
+        line = f"tessera: 2 ranks on this host compute with {threads} threads each, and it has {os.cpu_count()} cores; expected OMP_NUM_THREADS="
+        self.assertEqual(text.count(line), 1, text)
 
     def test_communicators_beside_each_other(self):
         for ranks in (3, 4):

@@ -211,6 +211,7 @@ TEST_F(ConfigTest, ReadsEverySection) {
   EXPECT_EQ(config.value("parallel.parameters_as_bucket_view"), "false");
   EXPECT_EQ(config.parallel.group.backend, Backend::Gloo);
   EXPECT_EQ(config.parallel.group.timeout.count(), 1500);
+  EXPECT_TRUE(config.parallel.group.tune_process);
   EXPECT_EQ(config.train.log, "l.jsonl");
   EXPECT_EQ(config.train.save, "");
   EXPECT_EQ(config.train.clip_grad_norm, 1.0);

@@ -1,10 +1,13 @@
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <mutex>
 
+#include <ATen/Parallel.h>
 #include <fmt/format.h>
 #include <spdlog/spdlog.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <unistd.h>
 
 #include "comm/failures/process_failures.h"
 #include "comm/group/make_transport.h"
@@ -43,11 +46,28 @@ ProcessGroup as_default(ProcessGroup group) {
   return group;
 }
 
+/// Threads that compute for ranks of one host in turn cost many times the computation.
+void warn_of_threads(const comm::World& world) {
+  const auto& hosts = world.hosts;
+  const auto ranks = std::count(hosts.begin(), hosts.end(), hosts[world.rank]);
+  const auto threads = at::get_num_threads();
+  const auto cores = ::sysconf(_SC_NPROCESSORS_ONLN);
+  if (world.rank != 0 || threads == 1 || ranks * threads <= cores) return;
+  static std::once_flag warned;
+  std::call_once(warned, [&] {
+    spdlog::warn(
+        "tessera: {} ranks on this host compute with {} threads each, and it has {} cores; "
+        "expected OMP_NUM_THREADS={} on every rank",
+        ranks, threads, cores, std::max<int64_t>(1, cores / ranks));
+  });
+}
+
 ProcessGroup connected(comm::World world, comm::StoreRendezvous rendezvous) {
   if (world.options.tune_process) memory::retain_freed_memory();
   world.hosts = std::move(rendezvous.hosts);
   world.same_host = comm::all_equal(world.hosts);
   world.address = std::move(rendezvous.address);
+  warn_of_threads(world);
   world.failures = std::make_shared<comm::ProcessFailures>();
   auto transport = comm::make_transport(world);
   return as_default(ProcessGroup(ProcessGroup::Impl::make(std::move(world), std::move(transport))));
