@@ -130,14 +130,10 @@ class Faults(unittest.TestCase):
     def test_stopped_fully_sharded(self):
         self.stopped("shm", "fsdp")
 
-    def test_ranks_in_different_branches_are_an_error_on_all(self):
+    def test_ranks_in_different_branches_train_on(self):
         run = Run(BUILD / "bin/tessera", "run", "-n", RANKS, BUILD / "bin/fault_probe", "auto", TIMEOUT_MS, "branches")
         self.addCleanup(run.close)
-        self.assertNotEqual(run.process.wait(60), 0)
-        run.reader.join(5)
-        for rank in range(RANKS):
-            self.assertRegex(run.text(), rf"survivor {rank}: other error: .*rank 0 .*unit middle.*rank {RANKS - 1} .*unit last")
-        self.root_cause(run, RANKS - 1, "exited with code 4")
+        self.assertEqual(run.process.wait(60), 0)
 
     def test_ranks_with_another_config_are_an_error_before_the_first_step(self):
         with tempfile.TemporaryDirectory() as folder:
