@@ -5,6 +5,7 @@
 #include "harness/thrown_by.h"
 #include "tessera/safetensors.h"
 #include "tessera/train/registries.h"
+#include "train/run/evaluate.h"
 #include "train_fixture.h"
 
 namespace tessera {
@@ -176,6 +177,32 @@ struct Scored : Dataset {
   std::shared_ptr<const Dataset> validation() const { return std::make_shared<Scored>(); }
   int64_t count_;
 };
+
+TEST(Evaluation, MakesOneAllReduceForTheLossesAndOneForEachMetric) {
+  testing::run_ranks(3, [&](ProcessGroup group, int) {
+    TrainedModel model = detail::trained_model(std::make_shared<ScorerImpl>());
+    model.loss = [predict = model.predict](const Batch& batch) -> Losses {
+      return {{"loss", at::cross_entropy_loss(predict(batch), batch.targets)}};
+    };
+    const ConfigNode options = parse_yaml("{type: DistributedDataParallel}", "test", false);
+    OptionReader reader(&options, {"parallel"}, "test");
+    std::string type;
+    reader.read_choice("type", type, registry::parallel().names(), "");
+    const auto wrapper = registry::parallel()
+                             .read(type, reader)
+                             .make({model, nullptr, group, {"SGD", {{"lr", 0.1}}, {}}});
+    const std::vector<Metric> metrics{metric("accuracy"), metric("f1")};
+    const auto before = group.stats().calls();
+    int64_t samples = 0;
+    train::evaluate(
+        *wrapper, Scored(), {0, 8, metrics, false}, [] {},
+        [&](int64_t, const Evaluated& batch) { samples += batch.prediction.size(0); });
+    EXPECT_EQ(group.stats().calls() - before, 3u);
+    const at::Tensor all = at::scalar_tensor(samples, at::kLong).reshape({1});
+    group.all_reduce(all);
+    EXPECT_EQ(all.item<int64_t>(), 37) << "each sample on one rank";
+  });
+}
 
 class MetricsTest : public testing::TrainFixture {
  protected:
