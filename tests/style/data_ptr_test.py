@@ -62,6 +62,7 @@ REASONS = {
     "sharding/shared_memory_of.cpp": KEEPS,
     "train/groups/separate_groups.cpp": OWN,
     "train/hooks/histogram.cpp": OWN,
+    "train/hooks/predictions_hook.cpp": RESOLVED,
     "train/program/training_session.cpp": OWN,
     "train/run/run_contract.cpp": RESOLVED,
     "train/run/run_records.cpp": OWN,

@@ -1,7 +1,9 @@
-#include <sstream>
+#include <algorithm>
+#include <cstring>
 
-#include <torch/serialize.h>
+#include <fmt/format.h>
 
+#include "tessera/detail/resolved.h"
 #include "tessera/detail/write_file.h"
 #include "tessera/error.h"
 #include "tessera/safetensors.h"
@@ -12,7 +14,41 @@
 namespace tessera::train {
 namespace {
 
-using Tensors = std::vector<at::Tensor>;
+/// The rows that one rank has of a tensor.
+class Rows {
+ public:
+  void add(const at::Tensor& rows) {
+    if (!rows.defined()) return;
+    const at::Tensor copy = detail::resolved(rows.detach()).to(at::kCPU).clone();
+    if (!parts_.empty() && (parts_[0].sizes().slice(1) != copy.sizes().slice(1)))
+      throw UsageError(
+          "predictions: batches of an evaluation have rows of different shapes, which "
+          "one tensor cannot hold; expected equal shapes");
+    parts_.push_back(copy);
+  }
+  bool empty() const { return parts_.empty(); }
+  void clear() { parts_.clear(); }
+
+  /// On rank 0 those of all ranks, first rank 0's; undefined elsewhere. Collective.
+  at::Tensor gathered(ProcessGroup group) const {
+    const at::Tensor own = empty() ? at::Tensor() : at::cat(parts_).contiguous();
+    const std::string bytes =
+        empty() ? "" : std::string(static_cast<const char*>(own.data_ptr()), own.nbytes());
+    const auto all = group.gather_bytes(bytes, 0, "predictions");
+    if (group.rank() != 0 || empty()) return {};
+    std::string joined;
+    for (const auto& each : all) joined += each;
+    auto shape = own.sizes().vec();
+    const auto row = own.nbytes() / static_cast<size_t>(shape[0]);
+    shape[0] = static_cast<int64_t>(row == 0 ? 0 : joined.size() / row);
+    at::Tensor result = at::empty(shape, own.options());
+    std::memcpy(result.data_ptr(), joined.data(), std::min(joined.size(), result.nbytes()));
+    return result;
+  }
+
+ private:
+  std::vector<at::Tensor> parts_;
+};
 
 class PredictionsHook : public RunHook {
  public:
@@ -27,13 +63,11 @@ class PredictionsHook : public RunHook {
   }
   void on_predictions(const EvaluatedBatch& evaluated) override {
     if (evaluated.test != options_.test) return;
-    const auto& [batch, prediction] = evaluated.batch;
+    const at::Tensor& prediction = evaluated.batch.prediction;
     const int64_t first = evaluated.first_sample;
-    Tensors rows{at::arange(first, first + prediction.size(0), at::kLong), prediction};
-    if (batch.targets.defined()) rows.push_back(batch.targets);
-    parts_.resize(rows.size());
-    for (size_t i = 0; i < rows.size(); ++i)
-      parts_[i].push_back(rows[i].detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true));
+    samples_.add(at::arange(first, first + prediction.size(0), at::kLong));
+    predictions_.add(prediction);
+    targets_.add(evaluated.batch.batch.targets);
   }
   void after_evaluation(RunState& state) override {
     if (!options_.test) write(state);
@@ -43,39 +77,24 @@ class PredictionsHook : public RunHook {
   }
 
  private:
-  /// The tensors of all ranks on rank 0, one after another; elsewhere none. Collective.
-  std::vector<Tensors> gathered(ProcessGroup group) {
-    std::ostringstream own;
-    Tensors joined;
-    for (const auto& parts : parts_) joined.push_back(at::cat(parts));
-    parts_.clear();
-    torch::save(joined, own);
-    std::vector<Tensors> all(joined.size());
-    for (const auto& bytes : group.gather_bytes(own.str(), 0, "predictions")) {
-      std::istringstream stream(bytes);
-      Tensors theirs;
-      torch::load(theirs, stream);
-      for (size_t i = 0; i < theirs.size(); ++i) all[i].push_back(theirs[i]);
-    }
-    if (group.rank() != 0) all.clear();
-    return all;
-  }
-
   void write(const RunState& state) {
     const ProcessGroup& group = state.model->group();
-    const auto all = gathered(group);
+    const at::Tensor samples = samples_.gathered(group);
+    const at::Tensor predictions = predictions_.gathered(group);
+    const at::Tensor targets = targets_.gathered(group);
+    for (Rows* rows : {&samples_, &predictions_, &targets_}) rows->clear();
     agree(group, [&] {
-      if (all.empty()) return;  // another rank, or another group of parallel.local_sgd
-      const at::Tensor order = at::cat(all[0]).argsort();
-      const auto sorted = [&](const Tensors& parts) { return at::cat(parts).index({order}); };
-      std::vector<std::pair<std::string, at::Tensor>> tensors{{"predictions", sorted(all[1])}};
-      if (all.size() > 2) tensors.emplace_back("targets", sorted(all[2]));
+      if (!samples.defined()) return;  // another rank, or another group of parallel.local_sgd
+      const at::Tensor order = samples.argsort();
+      std::vector<std::pair<std::string, at::Tensor>> tensors{
+          {"predictions", predictions.index_select(0, order)}};
+      if (targets.defined()) tensors.emplace_back("targets", targets.index_select(0, order));
       save_safetensors(options_.path, tensors, {{"step", std::to_string(state.step)}});
     });
   }
 
   const PredictionsHookOptions options_;
-  std::vector<Tensors> parts_;  // numbers of samples, predictions, targets; by batch
+  Rows samples_, predictions_, targets_;
 };
 
 }  // namespace
