@@ -234,7 +234,7 @@ void DistributedOptimizer::Impl::reduce(SyncedGroup& synced,
     if (ranks[static_cast<int64_t>(i)].item<int>() == 0) continue;
     auto& grad = tensor.mutable_grad();
     if (!grad.defined()) grad = at::zeros_like(tensor);
-    sharding::check_gradient(kName, name, grad, group.rank());
+    grad = sharding::dense_gradient(kName, name, grad, group.rank());
     group.all_reduce(grad, mean_ ? 1.0 / divisor : 1, name);
   }
 }

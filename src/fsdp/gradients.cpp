@@ -154,10 +154,10 @@ void Gradients::arrived(size_t parameter, const at::Tensor& computed) {
   const std::lock_guard lock(*model_.mutex);
   at::NoGradGuard no_grad;
   const auto& [flat, member] = model_.places[parameter];
-  const auto& grad = flat->parameters[member].grad();
+  auto& grad = flat->parameters[member].mutable_grad();
   if (!grad.defined()) return;
   const auto& name = model_.parameters[parameter].name;
-  sharding::check_gradient(kName, name, grad, model_.world.rank());
+  grad = sharding::dense_gradient(kName, name, grad, model_.world.rank());
   if (grad.requires_grad())
     throw UsageError(fmt::format(
         "{}: rank {}: this backward has create_graph, and .grad of the shard of parameter {} has "

@@ -1,11 +1,13 @@
 #include "sharding/named_tensor.h"
 
 #include <algorithm>
+#include <mutex>
 #include <unordered_map>
 #include <utility>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <spdlog/spdlog.h>
 
 #include "tessera/error.h"
 #include "tessera/optim/state_slice.h"
@@ -73,13 +75,19 @@ void refuse_inference(const std::string& component, const std::vector<NamedTenso
       component, rank, what, component));
 }
 
-void check_gradient(const std::string& component, const std::string& parameter,
-                    const at::Tensor& gradient, int rank) {
-  if (gradient.layout() == at::kStrided) return;
-  throw UsageError(
-      fmt::format("{}: rank {}: parameter {} got a sparse gradient; expected a dense one (build "
-                  "the embedding with sparse(false))",
-                  component, rank, parameter));
+at::Tensor dense_gradient(const std::string& component, const std::string& parameter,
+                          const at::Tensor& gradient, int rank) {
+  if (gradient.layout() == at::kStrided) return gradient;
+  static std::once_flag said;
+  if (rank == 0) {
+    std::call_once(said, [&] {
+      spdlog::info(
+          "tessera: {}: parameter {} has a sparse gradient; such gradients are made dense before "
+          "they are reduced",
+          component, parameter);
+    });
+  }
+  return gradient.to_dense();
 }
 
 std::string thawed_text(const std::string& component, const std::string& parameter, int rank) {

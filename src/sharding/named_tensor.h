@@ -32,9 +32,10 @@ void check_parameters(const std::string& component, const std::vector<NamedTenso
 void refuse_inference(const std::string& component, const std::vector<NamedTensor>& parameters,
                       int rank);
 
-/// UsageError for a gradient that is not dense.
-void check_gradient(const std::string& component, const std::string& parameter,
-                    const at::Tensor& gradient, int rank);
+/// The gradient itself if it is dense. A sparse one (of an embedding) is made dense, which the log
+/// of rank 0 says once in a process.
+at::Tensor dense_gradient(const std::string& component, const std::string& parameter,
+                          const at::Tensor& gradient, int rank);
 
 /// The message for a parameter whose gradient a wrapper would not reduce: it was frozen when the
 /// wrapper was made, and is trainable now.

@@ -148,13 +148,13 @@ void StepGradient::copy_from_caller(size_t b) {
   auto own = segment(b);
   for (const auto& shard : shards_.buckets()[b].shards) {
     const auto& parameter = shards_.parameters()[shard.parameter];
-    const auto grad = parameter.tensor.grad();
+    auto grad = parameter.tensor.grad();
     auto kept = own.narrow(0, shard.at, shard.numel);
     if (!grad.defined()) {
       kept.zero_();
       continue;
     }
-    sharding::check_gradient(kName, parameter.name, grad, group_.rank());
+    grad = sharding::dense_gradient(kName, parameter.name, grad, group_.rank());
     kept.copy_(
         sharding::in_memory_order(grad, parameter.tensor).narrow(0, shard.begin, shard.numel));
   }

@@ -121,9 +121,9 @@ bool GradientBuckets::holds_other_tensor(size_t i) const {
 void GradientBuckets::store(size_t i, const at::Tensor& computed, bool copy) {
   auto& grad = gradient(i);
   if (!grad.defined()) return;
+  grad = dense_gradient(component_, parameters_[i].name, grad, rank_);
   placement_.arrived(i, grad);
   if (!is_cleared(i, 1)) stale_ = i;
-  check_gradient(component_, parameters_[i].name, grad, rank_);
   if (!as_views_) {
     if (copy) place(grad, window(i));
     return;
