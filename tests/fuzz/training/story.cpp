@@ -247,10 +247,12 @@ Played run_segment(const Case& which, const Segment& segment, const Truth& truth
   const bool alone = std::any_of(which.story.begin(), which.story.end(), [&](const Item& event) {
     return event.kind == "evaluate" && event.has("rank");
   });
+  // MPI does not tell that a rank has ended: the others wait until the timeout.
+  const bool over_mpi = segment.wrapper.text("backend") == "mpi";
   const bool waits = shard_groups && alone;
-  played.finding =
-      judge(due, segment.begin, reached, outcomes, ended ? seconds : 0,
-            waits ? kTimeoutSeconds + 2 * kSlowSeconds : kSlowSeconds, shard_groups || waits);
+  played.finding = judge(due, segment.begin, reached, outcomes, ended ? seconds : 0,
+                         waits || over_mpi ? kTimeoutSeconds + 2 * kSlowSeconds : kSlowSeconds,
+                         shard_groups || waits);
   return played;
 }
 
