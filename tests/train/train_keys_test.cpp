@@ -225,6 +225,45 @@ TEST_F(FreezeTest, ARunResumesFromACheckpointThatWasWrittenWhileALayerIsFrozen) 
   }
 }
 
+TEST_F(FreezeTest, TheConfigThawsALayerAtAStep) {
+  const std::string until = "model.freeze=[{patterns: 'transformer.h.0.**', until: 4}]";
+  const std::string by_hook = "hooks=[{type: FreezesForATime, from: 0, to: 4}]";
+  const auto reference = train_ranks(1, {"parallel.type=none", by_hook});
+  const auto trained = train_ranks(1, {"parallel.type=none"});
+  EXPECT_NE(reference.losses, trained.losses);
+  for (const std::string wrapper :
+       {"parallel.type=none", "parallel.type=DistributedDataParallel",
+        "parallel.type=ZeroRedundancyOptimizer",
+        "parallel={type: ZeroRedundancyOptimizer, shard_gradients: true}",
+        "parallel={type: DistributedOptimizer, reduce_method: mean}",
+        "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}"}) {
+    const int world = wrapper == "parallel.type=none" ? 1 : 2;
+    const auto whole = train_ranks(world, {wrapper, until});
+    expect_near(whole.losses, reference.losses, 1e-5);
+    for (const int stop : {2, 5}) {  // before and after
+      fs::remove_all("parts");
+      const std::string steps = "train.steps=" + std::to_string(stop);
+      train_ranks(world, {wrapper, until, "checkpoint.folder=parts", steps});
+      const auto rest = train_ranks(world, {wrapper, until, "checkpoint.folder=parts"});
+      ASSERT_EQ(rest.first_step, stop) << wrapper;
+      EXPECT_EQ(rest.losses, std::vector<double>(whole.losses.begin() + stop, whole.losses.end()))
+          << wrapper;
+    }
+  }
+}
+
+TEST_F(FreezeTest, AWrongRuleIsAnError) {
+  const auto refused = [&](const std::string& rule, const std::string& words) {
+    EXPECT_THAT(testing::thrown_by([&] { train_ranks(1, {"model.freeze=" + rule}); }),
+                HasSubstr(words));
+  };
+  refused("[{patterns: 'transformer.**', until: 0}]", "model.freeze.until: 0; expected");
+  refused("[{until: 2}]", "model.freeze.patterns: missing");
+  refused("[{patterns: nobody, until: 2}]", "model.freeze: \"nobody\" matches no parameter");
+  refused("[{patterns: '**', until: 2}]", "all parameters are frozen");
+  refused("[[a]]", "expected a pattern, a map with patterns and until, or a list of both");
+}
+
 TEST_F(FreezeTest, AFrozenLayerOfTheConfigThatAHookUnfreezesIsAnErrorThatNamesIt) {
   for (const std::string wrapper :
        {"parallel.type=none",

@@ -19,10 +19,16 @@
 
 namespace tessera {
 
+/// Parameters that are not trained, or not before a step.
+struct FreezeRule {
+  std::vector<std::string> patterns;  ///< of their names
+  int64_t until = 0;                  ///< the first step that trains them; 0: none does
+};
+
 struct ModelConfig {
   std::string type;
   ModelPlan plan;
-  std::vector<std::string> freeze;  ///< patterns of names of parameters that are not trained
+  std::vector<FreezeRule> freeze;
   std::string init;  ///< file, index or folder of the initial weights (see Weights); empty: random
                      ///< from `seed`
   WeightsOptions init_options;  ///< how the weights are read

@@ -36,6 +36,36 @@ void read_key_map(OptionReader& keys, ModelConfig& model) {
   }
 }
 
+/// A pattern, a map, or a list of both.
+void read_freeze(OptionReader& keys, std::vector<FreezeRule>& rules) {
+  const char* const expected = "a pattern, a map with patterns and until, or a list of both";
+  ConfigNode none;
+  none.kind = ConfigNode::Kind::Sequence;
+  const ConfigNode* node =
+      keys.take("freeze", expected,
+                "parameters that are not trained, by name: * any characters but dots, ** any, ? "
+                "one; with until, a number of steps, they are trained from that step on",
+                none);
+  if (node == nullptr || node->kind == ConfigNode::Kind::Null) return;
+  const auto add = [&](const ConfigNode& item) {
+    if (item.kind == ConfigNode::Kind::Scalar) return rules.push_back({{item.text}, 0});
+    if (item.kind != ConfigNode::Kind::Map)
+      fail_at(item, keys.full("freeze"), item.describe() + "; expected " + expected);
+    OptionReader rule(&item, {"model", "freeze"}, keys.where());
+    FreezeRule read;
+    rule.require("patterns", "names of parameters");
+    rule.read("patterns", read.patterns, "names of parameters");
+    rule.read("until", read.until, "the first step that trains them", kAtLeastOne);
+    rule.finish();
+    rules.push_back(std::move(read));
+  };
+  if (node->kind == ConfigNode::Kind::Sequence) {
+    for (const auto& item : node->items) add(item);
+  } else {
+    add(*node);
+  }
+}
+
 void read_model_keys(OptionReader& keys, ModelConfig& model) {
   keys.require("type", "the name of a model");
   keys.read_choice("type", model.type, registry::models().names(), "the model");
@@ -51,8 +81,7 @@ void read_model_keys(OptionReader& keys, ModelConfig& model) {
             "names of weights that are missing in init or unexpected are an error; otherwise they "
             "are listed");
   keys.read("seed", model.seed, "seed of the initial weights and of dropout");
-  keys.read("freeze", model.freeze,
-            "parameters that are not trained, by name: * any characters but dots, ** any, ? one");
+  read_freeze(keys, model.freeze);
   keys.read_optional_enum<bool>(
       "deferred", model.deferred, {{"true", true}, {"false", false}},
       "construct without memory for parameters, which the wrapper then computes one by one; null: "

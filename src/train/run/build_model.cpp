@@ -1,6 +1,7 @@
 #include "train/run/build_model.h"
 
 #include <algorithm>
+#include <limits>
 #include <mutex>
 #include <sstream>
 
@@ -20,26 +21,37 @@ bool defers(const Config& config) {
                                         config.parallel.type == "FullyShardedDataParallel");
 }
 
-/// Applies model.freeze.
+/// The first step that trains a parameter: 0, or what the rules say; kNever.
+constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+int64_t trained_from(const Config& config, const std::string& name) {
+  int64_t from = 0;
+  for (const auto& [patterns, until] : config.model.freeze)
+    for (const auto& pattern : patterns)
+      if (detail::matches_name(pattern.c_str(), name.c_str()))
+        from = std::max(from, until > 0 ? until : kNever);
+  return from;
+}
+
+/// Applies the rules of model.freeze that hold for the whole run, and checks all.
 void freeze_parameters(const Config& config, const torch::nn::Module& module) {
   const auto parameters = named_parameters(module);
-  for (const auto& pattern : config.model.freeze) {
-    bool found = false;
-    for (auto [name, parameter] : parameters) {
-      if (!detail::matches_name(pattern.c_str(), name.c_str())) continue;
-      parameter.set_requires_grad(false);
-      found = true;
-    }
-    if (!found)
-      throw UsageError(config.at("model.freeze") + "\"" + pattern +
-                       "\" matches no parameter; expected names such as " +
-                       parameters.front().first);
+  for (const auto& rule : config.model.freeze)
+    for (const auto& pattern : rule.patterns)
+      if (std::none_of(parameters.begin(), parameters.end(), [&](const auto& entry) {
+            return detail::matches_name(pattern.c_str(), entry.first.c_str());
+          }))
+        throw UsageError(config.at("model.freeze") + "\"" + pattern +
+                         "\" matches no parameter; expected names such as " +
+                         parameters.front().first);
+  bool any = false;
+  for (auto [name, parameter] : parameters) {
+    const int64_t from = trained_from(config, name);
+    if (from == kNever) parameter.set_requires_grad(false);
+    any = any || (from == 0 && parameter.requires_grad());
   }
-  if (std::none_of(parameters.begin(), parameters.end(),
-                   [](const auto& entry) { return entry.second.requires_grad(); })) {
+  if (!any)
     throw UsageError(config.at("model.freeze") +
                      "all parameters are frozen; expected at least one that is trained");
-  }
 }
 
 /// Calls the config's loss. An error in it is reported with the config's place and the shapes.
@@ -100,6 +112,17 @@ TrainedModel build_model(const RunContext& context, const ProcessGroup& layers) 
   // Dropout uses the global generator; every rank must draw different masks.
   seed_generators(config.model.seed + static_cast<uint64_t>(context.group.rank()), context.device);
   return model;
+}
+
+void freeze_for_step(const Config& config, const torch::nn::Module& module, int64_t step) {
+  const auto& rules = config.model.freeze;
+  if (std::none_of(rules.begin(), rules.end(), [](const auto& rule) { return rule.until > 0; }))
+    return;
+  for (auto [name, parameter] : named_parameters(module)) {
+    const int64_t from = trained_from(config, name);
+    if (from == 0 || from == kNever) continue;  // what a program has frozen itself stays
+    parameter.set_requires_grad(step >= from);
+  }
 }
 
 }  // namespace tessera::train

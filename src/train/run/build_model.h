@@ -9,4 +9,8 @@ namespace tessera::train {
 /// otherwise local. The config must outlive the result.
 TrainedModel build_model(const RunContext& context, const ProcessGroup& layers);
 
+/// Before step number `step`: freezes and thaws the parameters of model.freeze that have an
+/// `until`. Local.
+void freeze_for_step(const Config& config, const torch::nn::Module& module, int64_t step);
+
 }  // namespace tessera::train

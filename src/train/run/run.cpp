@@ -10,6 +10,7 @@
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
 #include "tessera/step/replicas.h"
+#include "train/run/build_model.h"
 #include "train/run/evaluate.h"
 #include "train/run/run_contract.h"
 #include "train/run/run_records.h"
@@ -130,6 +131,7 @@ void Run::train_step(std::optional<Batch> batch) {
   const auto start = std::chrono::steady_clock::now();
   StepInput input;
   input.left_out = now_.left_out.count(now_.done) > 0;
+  freeze_for_step(context_.config, *model_.module, now_.done);
   input.ranks_with_data = now_.active_ranks;
   input.flags = [this] { return stops_.flags(); };
   faults_->begin_step();
