@@ -12,6 +12,7 @@ std::string dotted(const std::vector<std::string>& path);
 /// Reads all sections.
 void read_config(OptionReader& keys, Config& config);
 
+void read_model(OptionReader& keys, ModelConfig& model);
 void read_optimizer(OptionReader& keys, Config& config);
 /// `config`: the sections that were read before.
 void read_train(OptionReader& keys, const Config& config, RunConfig& run);
