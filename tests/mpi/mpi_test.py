@@ -159,8 +159,8 @@ class Mpi:
 
     def test_three_gigabytes(self):
         available = int(re.search(r"MemAvailable: +(\d+)", pathlib.Path("/proc/meminfo").read_text())[1])
-        if available < 14 << 20:
-            raise unittest.SkipTest("less than 14 GiB of memory are free")
+        if available < 10 << 20:
+            raise unittest.SkipTest("less than 10 GiB of memory are free")
         self.run_case("large", 2, "multiple", seconds=300)
 
 
