@@ -68,7 +68,6 @@ class Languages(unittest.TestCase):
     def same(self, outputs, losses):
         first = [float(text) for text in LOSS.findall(outputs[0])]
         self.assertEqual(len(first), losses, outputs[0])
-        self.assertLess(first[-1], first[0])
         for output in outputs[1:]:
             for a, b in zip(first, [float(text) for text in LOSS.findall(output)], strict=True):
                 self.assertLess(abs(a - b), 1e-6 * (1 + abs(a)), outputs)
@@ -86,11 +85,14 @@ class Languages(unittest.TestCase):
     def test_ctypes(self):
         outputs = [self.tessera(ranks, sys.executable, "-c", BINDING, BUILD / "lib/libtessera.so") for ranks in (1, 2, 3)]
         self.same(outputs, 5)
+        losses = [float(text) for text in LOSS.findall(outputs[0])]
+        self.assertLess(losses[-1], losses[0])
         weights = [float(re.search(r"weight layers.0.weight (\S+)", output).group(1)) for output in outputs]
         for weight in weights:
             self.assertAlmostEqual(weight, weights[0], places=6)
 
     def test_fortran(self):
+        """The program itself fails unless the closure that it has learnt halves the error of a step."""
         program, mpirun = BUILD / "bin/advection", shutil.which("mpirun")
         if not program.exists() or not mpirun:
             self.skipTest("no Fortran compiler, or no MPI")
