@@ -199,6 +199,9 @@ SessionStep TrainingSession::step(const Batch& batch) {
     if (iteration.active_ranks == 0) return;
     own.data.set_counts(counts);
     const bool joins = own.data.joins();
+    if (joins && own.run.wrapper().joinable() == nullptr)
+      throw UsageError("TrainingSession.step: a rank has no samples, and parallel.type " +
+                       own.config.parallel.type + " supports no joins; expected some on each rank");
     if (joins || own.joined) own.run.on_join(iteration);
     own.joined = joins;
     const bool mine = counts[static_cast<size_t>(own.group().rank())] > 0;
