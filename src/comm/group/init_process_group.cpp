@@ -2,6 +2,7 @@
 #include <cstdlib>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
@@ -12,9 +13,11 @@
 #include "comm/failures/process_failures.h"
 #include "comm/group/make_transport.h"
 #include "comm/group/process_group_impl.h"
+#include "comm/p2p/fastest_network.h"
 #include "comm/rendezvous/communicator_rendezvous.h"
 #include "comm/rendezvous/launch_environment.h"
 #include "comm/rendezvous/store_rendezvous.h"
+#include "comm/store/addresses.h"
 #include "memory/heap.h"
 #include "tessera/detail/communicator.h"
 #include "tessera/detail/report_to_launcher.h"
@@ -62,11 +65,25 @@ void warn_of_threads(const comm::World& world) {
   });
 }
 
+/// The user's interface, else the fastest one that reaches all hosts.
+void choose_network(comm::World& world) {
+  const char* const named = std::getenv("GLOO_SOCKET_IFNAME");
+  const bool own = !world.start_group.communicator && !(named && *named);
+  try {
+    world.address = comm::fastest_address(
+        world, own ? comm::network_interfaces() : std::vector<comm::NetworkInterface>());
+  } catch (const BrokenWorldError& error) {
+    detail::report_broken(error.ranks(), error.what());
+    throw;
+  }
+}
+
 ProcessGroup connected(comm::World world, comm::StoreRendezvous rendezvous) {
   if (world.options.tune_process) memory::retain_freed_memory();
   world.hosts = std::move(rendezvous.hosts);
   world.same_host = comm::all_equal(world.hosts);
   world.address = std::move(rendezvous.address);
+  if (!world.same_host) choose_network(world);
   warn_of_threads(world);
   world.failures = std::make_shared<comm::ProcessFailures>();
   auto transport = comm::make_transport(world);

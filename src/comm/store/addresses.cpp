@@ -1,8 +1,12 @@
 #include "comm/store/addresses.h"
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
+#include <cstring>
+#include <fstream>
 #include <memory>
+#include <set>
 #include <sstream>
 #include <thread>
 
@@ -13,6 +17,7 @@
 #include <netinet/in.h>
 
 #include "comm/store/socket.h"
+#include "tessera/detail/classic.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -38,6 +43,39 @@ std::string address_of_entry(const ifaddrs& entry, int family) {
   if (!entry.ifa_addr || entry.ifa_addr->sa_family != family) return "";
   return numeric_text(entry.ifa_addr,
                       family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6));
+}
+
+/// The bytes of an address or a netmask.
+template <class Address>
+unsigned char* bytes_of_address(Address& address) {
+  auto* const any = reinterpret_cast<sockaddr*>(&address);
+  return any->sa_family == AF_INET
+             ? reinterpret_cast<unsigned char*>(&reinterpret_cast<sockaddr_in*>(any)->sin_addr)
+             : reinterpret_cast<unsigned char*>(&reinterpret_cast<sockaddr_in6*>(any)->sin6_addr);
+}
+
+/// "192.0.2.0/24", of an entry that has an address of this family.
+std::string network_of_entry(const ifaddrs& entry, int family) {
+  const bool old = family == AF_INET;
+  const size_t size = old ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
+  sockaddr_storage address{}, mask{};
+  std::memcpy(&address, entry.ifa_addr, size);
+  if (entry.ifa_netmask) std::memcpy(&mask, entry.ifa_netmask, size);
+  mask.ss_family = address.ss_family;
+  auto* const bytes = bytes_of_address(address);
+  const auto* const bits = bytes_of_address(mask);
+  int prefix = 0;
+  for (size_t i = 0; i < (old ? 4 : 16); ++i) {
+    bytes[i] &= bits[i];
+    prefix += std::popcount(bits[i]);
+  }
+  return fmt::format("{}/{}", numeric_text(reinterpret_cast<sockaddr*>(&address), size), prefix);
+}
+
+int64_t speed_of_interface(const std::string& name) {
+  detail::Classic<std::ifstream> file("/sys/class/net/" + name + "/speed");
+  int64_t speed = 0;
+  return file >> speed && speed > 0 ? speed : 0;
 }
 
 }  // namespace
@@ -120,6 +158,26 @@ std::string outward_address() {
     if (auto address = address_towards(nowhere); !address.empty() && !is_loopback(address))
       return address;
   return "";
+}
+
+std::vector<NetworkInterface> network_interfaces() {
+  std::vector<NetworkInterface> found;
+  std::set<std::string> have_old;
+  const auto list = interfaces();
+  for (const int family : {AF_INET, AF_INET6}) {
+    for (const auto* entry = list.get(); entry; entry = entry->ifa_next) {
+      constexpr unsigned int kCable = IFF_UP | IFF_RUNNING;
+      if ((entry->ifa_flags & (kCable | IFF_LOOPBACK)) != kCable) continue;
+      auto address = address_of_entry(*entry, family);
+      const bool of_link = address.starts_with("fe80:") || address.starts_with("169.254.");
+      if (address.empty() || of_link) continue;
+      if (family == AF_INET) have_old.insert(entry->ifa_name);
+      else if (have_old.contains(entry->ifa_name)) continue;
+      found.push_back({entry->ifa_name, std::move(address), network_of_entry(*entry, family),
+                       speed_of_interface(entry->ifa_name)});
+    }
+  }
+  return found;
 }
 
 std::string usual_address() {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -37,6 +38,17 @@ std::vector<std::string> listening_addresses(std::vector<std::string> resolved,
 
 /// The address of the interface of this host's default route; empty if there is none.
 std::string outward_address();
+
+/// An address of an interface that is up, has a cable and is not the loopback one.
+struct NetworkInterface {
+  std::string name, address;
+  std::string network;  ///< "192.0.2.0/24": equal on the hosts that share it.
+  int64_t speed = 0;    ///< Mbit/s, as its driver says; 0: unknown.
+};
+
+/// The addresses of this host's interfaces, except those that are valid on one link alone. Of an
+/// interface that has IPv4 addresses only these.
+std::vector<NetworkInterface> network_interfaces();
 
 /// outward_address(), else that of the first interface that is up and is not the loopback one;
 /// empty if there is none.

@@ -1,0 +1,202 @@
+#include "comm/p2p/fastest_network.h"
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <sstream>
+#include <utility>
+
+#include <fmt/format.h>
+#include <spdlog/spdlog.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "comm/base/roll_call.h"
+#include "comm/p2p/mailbox.h"
+#include "tessera/detail/classic.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr auto kNone = "none";
+constexpr std::chrono::seconds kLongestTrial{3};
+constexpr int64_t kTrialBytes = 4 << 20, kFirstBytes = 64 << 10;
+
+/// What the first rank of each host tells about it.
+struct Host {
+  int rank = 0;
+  std::string usual;  ///< The address on the route to rank 0.
+  std::map<std::string, NetworkInterface> networks;
+};
+
+std::vector<std::string> values_of_all(const World& world, const std::string& name,
+                                       const std::string& value) {
+  try {
+    std::vector<std::string> values(world.size);
+    for (auto& [rank, presence] : roll_call(world.store, name, world.rank, world.size, value,
+                                            Clock::now() + world.options.timeout))
+      values[rank] = std::move(presence.value);
+    return values;
+  } catch (const RanksMissing& missing) {
+    throw BrokenWorldError(
+        fmt::format("init_process_group: rank {} of {}: {} did not arrive within {} ms", world.rank,
+                    world.size, rank_list(missing.ranks), world.options.timeout.count()),
+        missing.ranks);
+  }
+}
+
+std::string text_of(const World& world, const std::vector<NetworkInterface>& own) {
+  std::string text = world.address.empty() ? kNone : world.address;
+  for (const auto& each : own)
+    text += fmt::format(" {} {} {} {}", each.name, each.address, each.network, each.speed);
+  return text;
+}
+
+std::vector<Host> hosts_of(const World& world, const std::vector<std::string>& texts) {
+  std::vector<Host> hosts;
+  for (int rank = 0; rank < world.size; ++rank) {
+    if (world.hosts[rank] != rank) continue;
+    detail::Classic<std::istringstream> text(texts[rank]);
+    Host host;
+    host.rank = rank;
+    text >> host.usual;
+    for (NetworkInterface one; text >> one.name >> one.address >> one.network >> one.speed;) {
+      auto& kept = host.networks.try_emplace(one.network, one).first->second;
+      if (one.address == host.usual) kept = one;
+    }
+    hosts.push_back(std::move(host));
+  }
+  return hosts;
+}
+
+/// The route to rank 0, then the other networks of which each host has an address. None if the
+/// routes are unknown.
+std::vector<Network> networks_of(const std::vector<Host>& hosts) {
+  std::vector<Network> networks(1);
+  networks[0].name = "the route to rank 0";
+  for (const auto& host : hosts) {
+    if (host.usual == kNone) return {};
+    networks[0].addresses.push_back(host.usual);
+  }
+  for (const auto& [name, first] : hosts[0].networks) {
+    Network network{name, 0, first.speed, first.name, {}};
+    for (const auto& host : hosts) {
+      const auto found = host.networks.find(name);
+      if (found == host.networks.end()) break;
+      network.speed = std::min(network.speed, found->second.speed);
+      network.addresses.push_back(found->second.address);
+    }
+    if (network.addresses == networks[0].addresses) std::swap(networks[0], network);
+    else if (network.addresses.size() == hosts.size()) networks.push_back(std::move(network));
+  }
+  return networks;
+}
+
+/// One message to each of these members and one from each, of as many bytes.
+void exchange(Mailbox& mailbox, const std::vector<int>& to, const std::vector<int>& from,
+              int64_t bytes, Clock::time_point deadline) {
+  const auto data = at::zeros({bytes}, at::kChar);
+  std::vector<at::Tensor> arrived;
+  std::vector<std::unique_ptr<Message>> messages;
+  for (const int peer : from) {
+    arrived.push_back(at::empty({bytes}, at::kChar));
+    messages.push_back(mailbox.receive(arrived.back(), peer, 0));
+  }
+  for (const int peer : to) messages.push_back(mailbox.send(data, peer, 0));
+  for (const auto& message : messages) {
+    const auto left =
+        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
+    message->wait(std::max(left, std::chrono::milliseconds(1)));
+  }
+}
+
+/// Bytes a second to the next host; 0 if a host is not reached in time. The first ranks of all
+/// hosts call it.
+double try_network(const World& world, const std::vector<Host>& hosts, const Network& network,
+                   size_t number) {
+  const int size = static_cast<int>(hosts.size());
+  const int host = static_cast<int>(
+      std::find_if(hosts.begin(), hosts.end(), [&](auto& h) { return h.rank == world.rank; }) -
+      hosts.begin());
+  auto members = World::start(host, size, world.options);
+  members.same_host = false;
+  members.address = network.addresses[host];
+  members.store =
+      c10::make_intrusive<c10d::PrefixStore>(fmt::format("network{}/", number), world.store);
+  const auto mailbox = make_tcp_mailbox(members);
+  const auto deadline = Clock::now() + kLongestTrial;
+  std::vector<int> others;
+  for (int other = 0; other < size; ++other)
+    if (other != host) others.push_back(other);
+  const std::vector<int> next{(host + 1) % size}, previous{(host + size - 1) % size};
+  double rate = 0;
+  try {
+    exchange(*mailbox, others, others, 1, deadline);
+    exchange(*mailbox, next, previous, kFirstBytes, deadline);
+    const auto start = Clock::now();
+    exchange(*mailbox, next, previous, kTrialBytes, deadline);
+    exchange(*mailbox, previous, next, 1, deadline);  // all has arrived
+    rate = kTrialBytes / std::chrono::duration<double>(Clock::now() - start).count();
+  } catch (const std::runtime_error&) {
+  }
+  return rate;
+}
+
+void log_choice(const std::vector<Network>& networks, size_t chosen) {
+  std::string text;
+  for (size_t i = 0; i < networks.size(); ++i) {
+    const auto& network = networks[i];
+    text += fmt::format("{}{}{}", text.empty() ? "" : ", ", network.name,
+                        network.interface.empty() ? "" : " (" + network.interface + ")");
+    text += network.rate > 0 ? fmt::format(": {:.2f} Gbit/s", network.rate * 8e-9)
+                             : std::string(": does not reach all hosts");
+  }
+  const auto& best = networks[chosen];
+  spdlog::info("tessera: messages between hosts use {}{}; measured {}",
+               best.interface.empty() ? "" : best.interface + ", ", best.name, text);
+}
+
+}  // namespace
+
+size_t fastest_of(const std::vector<Network>& networks) {
+  constexpr double kFaster = 1.25;
+  size_t best = 0;
+  for (size_t i = 1; i < networks.size(); ++i) {
+    const auto &one = networks[i], &so_far = networks[best];
+    const bool as_fast = one.rate * kFaster > so_far.rate;
+    if (one.rate > so_far.rate * kFaster ||
+        (as_fast && one.rate > 0 && so_far.speed > 0 && one.speed > so_far.speed))
+      best = i;
+  }
+  return best;
+}
+
+std::string fastest_address(const World& world, const std::vector<NetworkInterface>& own) {
+  const bool is_first = world.hosts[world.rank] == world.rank;
+  const auto hosts =
+      hosts_of(world, values_of_all(world, "networks", is_first ? text_of(world, own) : ""));
+  auto networks = networks_of(hosts);
+  if (networks.size() < 2) return world.address;
+  std::string rates;
+  for (size_t i = 0; is_first && i < networks.size(); ++i)
+    rates += fmt::format("{:.0f} ", try_network(world, hosts, networks[i], i));
+  const auto all = values_of_all(world, "rates", rates);
+  for (const auto& host : hosts) {
+    detail::Classic<std::istringstream> text(all[host.rank]);
+    for (auto& network : networks) {
+      double rate = 0;
+      text >> rate;
+      network.rate = host.rank == 0 ? rate : std::min(network.rate, rate);
+    }
+  }
+  const size_t chosen = fastest_of(networks);
+  if (world.rank == 0) log_choice(networks, chosen);
+  if (chosen == 0) return world.address;
+  size_t host = 0;
+  while (hosts[host].rank != world.hosts[world.rank]) ++host;
+  return networks[chosen].addresses[host];
+}
+
+}  // namespace tessera::comm
