@@ -12,7 +12,7 @@ MINUTES ?= 30
 SEED  ?= 1
 
 .PHONY: demo fortran test quick everything build programs dependencies format tidy benchmark sanitizers wheel \
-  apart fuzz network faults operations soak lifetimes check_faults debian_13 clean
+  apart fuzz network faults operations soak lifetimes check_faults debian13 clean
 
 # Trains a small GPT-2 on RANKS local ranks with a sharded optimizer.
 demo: programs
@@ -33,7 +33,7 @@ quick: build
 	scripts/run_tests.sh $(BUILD) -L quick
 
 # All tests and all campaigns, for some hours.
-everything: test tidy apart sanitizers fuzz network operations soak lifetimes check_faults debian_13
+everything: test tidy apart sanitizers fuzz network operations soak lifetimes check_faults debian13
 
 build: dependencies
 	cmake --preset release -B $(BUILD) -DTESSERA_BUILD_TESTS=ON -DTESSERA_BUILD_EXAMPLES=ON
@@ -104,9 +104,10 @@ soak: build
 lifetimes: build
 	python3 tests/integration/lifetimes_test.py $(BUILD) all
 
-# Makes the packages of Debian 13 in a chroot, and tries them there.
-debian_13: build
-	SUITE=trixie QUICK=1 scripts/test_packages.sh $(BUILD)
+# Runs all tests in a chroot of Debian 13, makes its packages there, and tries them.
+debian13: dependencies
+	CHROOT=$(BUILD)-debian13/root scripts/test_debian13.sh
+	CHROOT=$(BUILD)-debian13/root SUITE=trixie QUICK=1 scripts/test_packages.sh $(BUILD)
 
 clean:
 	rm -rf $(BUILD) build-* demo-out benchmark-out

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the Debian 12 packages that are missing: install_dependencies.sh [build]. With `build` only
-# those of the library and its programs, otherwise also those of the tests.
+# Installs the packages of Debian 12 or 13 that are missing: install_dependencies.sh [build]. With
+# `build` only those of the library and its programs, otherwise also those of the tests.
 set -euo pipefail
 
 packages=(
@@ -13,10 +13,12 @@ case "${1:-tests}" in
   build) ;;
   tests)
     packages+=(
-      libgtest-dev libgmock-dev libbenchmark-dev clang-format-14 clang-tidy-14
-      python3 python3-torch python3-numpy iproute2
+      libgtest-dev libgmock-dev libbenchmark-dev python3 python3-torch python3-numpy iproute2
       libopenmpi-dev openmpi-bin libmpich-dev mpich gfortran
     )
+    # Other versions format and find other things. Debian 13 does not have them.
+    [ "$(. /etc/os-release && echo "${VERSION_CODENAME:-}")" = trixie ] ||
+      packages+=(clang-format-14 clang-tidy-14)
     ;;
   *)
     echo "install_dependencies: '$1' is neither build nor tests" >&2

@@ -20,73 +20,38 @@ source=$PWD
 own_suite=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")
 suite=${SUITE:-$own_suite}
 
-skip() {
-  echo "test_packages: not run: $1" >&2
-  exit 77
-}
-[ "$(id -u)" -eq 0 ] || skip "a chroot needs root"
+NAME=test_packages
+. scripts/chroot.sh
 if [ "$suite" = "$own_suite" ]; then
   build=$(cd "${1:-build}" && pwd)
   command -v cpack >/dev/null || skip "no cpack (apt-get install cmake)"
   command -v dpkg-shlibdeps >/dev/null || skip "no dpkg-shlibdeps (apt-get install dpkg-dev)"
 fi
-[ -n "${CHROOT:-}" ] || command -v debootstrap >/dev/null ||
-  skip "no debootstrap (apt-get install debootstrap)"
-
-done_with() { echo "test_packages: $1, after $SECONDS s"; }
-work=$(mktemp -d)
-root=${CHROOT:-$work/root}
-cleanup() {
-  # Lazily: after a signal, programs in the chroot may still be about to end.
-  mountpoint -q "$root/proc" && umount -l "$root/proc"
-  mountpoint -q "$root/dev/shm" && umount -l "$root/dev/shm"
-  rm -rf --one-file-system "$work"
-}
-trap cleanup EXIT
+make_chroot "$suite"
 
 if [ "$suite" = "$own_suite" ]; then
   (cd "$work" && cpack --config "$build/CPackConfig.cmake" -B "$work/packages" >"$work/cpack.log" 2>&1) ||
     { cat "$work/cpack.log" >&2; exit 1; }
 fi
 
-if [ ! -x "$root/usr/bin/apt-get" ]; then
-  mirror=${MIRROR:-$(sed -nE 's/^(URIs:|deb( \[[^]]*\])?) *(https?:[^ ]*debian\/?)( .*)?$/\3/p' \
-    /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null | head -n 1 || true)}
-  debootstrap --variant=minbase "$suite" "$root" ${mirror:+"$mirror"} >"$work/debootstrap.log" 2>&1 ||
-    { tail -n 5 "$work/debootstrap.log" >&2; skip "debootstrap failed"; }
-  # dpkg need not wait for the disk, and nothing here reads documentation.
-  printf '%s\n' force-unsafe-io 'path-exclude=/usr/share/doc/*' 'path-exclude=/usr/share/man/*' \
-    >"$root/etc/dpkg/dpkg.cfg.d/tessera"
-fi
-done_with "debootstrap"
-mount -t proc proc "$root/proc" 2>/dev/null || skip "mounting is not allowed here"
-mkdir -p "$root/dev/shm" && mount -t tmpfs tmpfs "$root/dev/shm"
-
 rm -rf "$root/packages" "$root/consumer"
 mkdir "$root/packages" "$root/consumer"
 if [ "$suite" = "$own_suite" ]; then
   cp "$work"/packages/*.deb "$root/packages/"
 else
-  rm -rf "$root/sources"
-  mkdir "$root/sources"
-  tar --exclude='./build*' --exclude=./.git -C "$source" -cf - . | tar -C "$root/sources" -xf -
-  cat >"$root/sources/install.sh" <<'INSTALL'
-set -euo pipefail
-export DEBIAN_FRONTEND=noninteractive LC_ALL=C.UTF-8
-apt-get update -qq
-apt-get install -y -qq --no-install-recommends g++ cmake ninja-build dpkg-dev file libtorch-dev \
-  libgloo-dev libopenblas-dev libyaml-cpp-dev nlohmann-json3-dev libcli11-dev libspdlog-dev \
-  libfmt-dev libxxhash-dev libssl-dev make pkg-config >/dev/null
-INSTALL
+  copy_sources
   cat >"$root/sources/make_packages.sh" <<'BUILD'
 set -euo pipefail
 export LC_ALL=C.UTF-8
+rm -rf /build
 cmake -S /sources -B /build -G Ninja -DTESSERA_BUILD_TESTS=OFF -DTESSERA_BUILD_EXAMPLES=OFF \
   ${QUICK:+-DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O0} >/dev/null
 cmake --build /build -j "$(nproc)"
 cd /build && cpack -B /packages ${QUICK:+-D CPACK_DEBIAN_COMPRESSION_TYPE=none} >/dev/null
 BUILD
-  chroot "$root" bash /sources/install.sh || skip "Debian's packages could not be installed"
+  chroot "$root" env DEBIAN_FRONTEND=noninteractive LC_ALL=C.UTF-8 bash -c '/sources/scripts/install_dependencies.sh build &&
+    apt-get install -y -qq --no-install-recommends dpkg-dev file pkg-config >/dev/null' ||
+    skip "Debian's packages could not be installed"
   done_with "Debian's packages"
   chroot "$root" env QUICK="${QUICK:-}" bash /sources/make_packages.sh
   done_with "build"

@@ -1,0 +1,55 @@
+# For scripts that work in a chroot of Debian; they source it.
+#   NAME      the script's name, for its messages.
+#   make_chroot SUITE
+#             sets `work`, a new folder that is removed at the end, and `root`: a chroot of that
+#             release in $CHROOT, which is kept, else in `work`. Ends with status 77 and the reason
+#             where that cannot be done: it needs root, debootstrap and the right to mount.
+#   copy_sources
+#             copies the sources, without build folders, to /sources of the chroot.
+# CHROOT=FOLDER, MIRROR=URL: see the scripts.
+skip() {
+  echo "$NAME: not run: $1" >&2
+  exit 77
+}
+
+done_with() { echo "$NAME: $1, after $SECONDS s"; }
+
+leave_chroot() {
+  # Lazily: after a signal, programs in the chroot may still be about to end.
+  for mounted in proc dev/shm sys; do
+    mountpoint -q "$root/$mounted" && umount -l "$root/$mounted"
+  done
+  rm -rf --one-file-system "$work"
+}
+
+make_chroot() {
+  local suite=$1 mirror
+  [ "$(id -u)" -eq 0 ] || skip "a chroot needs root"
+  [ -n "${CHROOT:-}" ] || command -v debootstrap >/dev/null ||
+    skip "no debootstrap (apt-get install debootstrap)"
+  work=$(mktemp -d)
+  root=${CHROOT:-$work/root}
+  trap leave_chroot EXIT
+  if [ ! -x "$root/usr/bin/apt-get" ]; then
+    mirror=${MIRROR:-$(sed -nE 's/^(URIs:|deb( \[[^]]*\])?) *(https?:[^ ]*debian\/?)( .*)?$/\3/p' \
+      /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null | head -n 1 || true)}
+    mkdir -p "$root"
+    debootstrap --variant=minbase "$suite" "$root" ${mirror:+"$mirror"} >"$work/debootstrap.log" 2>&1 ||
+      { tail -n 5 "$work/debootstrap.log" >&2; skip "debootstrap failed"; }
+    # dpkg need not wait for the disk, and nothing here reads documentation.
+    printf '%s\n' force-unsafe-io 'path-exclude=/usr/share/doc/*' 'path-exclude=/usr/share/man/*' \
+      >"$root/etc/dpkg/dpkg.cfg.d/tessera"
+  fi
+  mkdir -p "$root/dev/shm"
+  mount -t proc proc "$root/proc" 2>/dev/null || skip "mounting is not allowed here"
+  mount -t sysfs sysfs "$root/sys"
+  mount -t tmpfs tmpfs "$root/dev/shm"
+  done_with "debootstrap"
+}
+
+copy_sources() {
+  mkdir -p "$root/sources"
+  # What is built there stays.
+  find "$root/sources" -mindepth 1 -maxdepth 1 ! -name 'build*' -exec rm -rf {} +
+  tar --exclude='./build*' --exclude=./.git --exclude='__pycache__' -cf - . | tar -C "$root/sources" -xf -
+}
