@@ -27,15 +27,17 @@ int main(int argc, char** argv) try {
   int64_t step = tessera::load(store, parts);
   if (step > 0 && world.rank() == 0) std::cout << "going on from step " << step << std::endl;
 
-  const int64_t own = batch / world.size();  // samples of this rank; batch is that of all ranks
+  // The samples of this rank. Ranks may have one more than others; batch is that of all ranks.
+  const int64_t first = batch * world.rank() / world.size();
+  const int64_t own = batch * (world.rank() + 1) / world.size() - first;
   auto stop = torch::zeros(1);
   while (step < steps && stop.item<float>() == 0) {
-    const auto samples = sampler.samples(step * batch + world.rank() * own, own);
+    const auto samples = sampler.samples(step * batch + first, own);
     const auto x = points.index_select(0, torch::tensor(samples));
     optimizer.param_groups()[0].options().set_lr(step < 100 ? 1e-2 : 1e-3);  // follows from step
     optimizer.zero_grad();
     auto loss = torch::mse_loss(net->forward(x), x.square().mean(1, true));
-    loss.backward();
+    (loss * tessera::sample_weight(world, own)).backward();
     optimizer.step();
     ++step;
     if (step % 20 == 0) tessera::save(store, step, parts);

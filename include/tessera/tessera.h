@@ -51,6 +51,7 @@
 #include "tessera/step/paramwise.h"
 #include "tessera/step/power_sgd.h"
 #include "tessera/step/replicas.h"
+#include "tessera/step/sample_weight.h"
 #include "tessera/step/sync_batch_norm.h"
 #include "tessera/step/weight_average.h"
 #include "tessera/train.h"
