@@ -266,8 +266,8 @@ class FullyShardedDataParallelBase : public Joinable {
   /// world size and with any strategy: see docs/checkpoints.md. Collective.
   void save_sharded_state_dict(const std::string& folder);
   /// Reads it. The model changes only when all ranks have read everything, into a second copy of
-  /// their shards. UsageError on all ranks if files or parameters do not match. Collective.
-  void load_sharded_state_dict(const std::string& folder);
+  /// their shards. `strict` and errors as load_state_dict(). Collective.
+  UnmatchedNames load_sharded_state_dict(const std::string& folder, bool strict = true);
 
   /// State of `optimizer`, which must have been made over parameters(), whole and by name, on rank
   /// `to` (on all ranks if to < 0). All wrappers use this format. Collective.

@@ -26,6 +26,7 @@ namespace {
 using namespace tessera;
 using namespace tessera::testing;
 using ::testing::AllOf;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 namespace fs = std::filesystem;
@@ -406,6 +407,18 @@ TEST_F(FsdpState, AStateThatDoesNotMatchIsAnErrorOnAllRanks) {
     FullyShardedDataParallel larger(larger_net, group, every_leaf());
     EXPECT_THAT(error_of([&] { larger.load_sharded_state_dict(path("s")); }),
                 AllOf(HasSubstr("load_sharded_state_dict: "), HasSubstr("missing more")));
+    for (auto& parameter : larger.parameters()) parameter.data().fill_(rank + 7);
+    EXPECT_THAT(larger.load_sharded_state_dict(path("s"), false).missing, ElementsAre("more"));
+    auto partly = by_name(larger.state_dict(-1));
+    for (const auto& [name, value] : good) EXPECT_TRUE(at::equal(partly[name], value)) << name;
+    EXPECT_GE(partly["more"].min().item<float>(), 7);
+    auto smaller_net = torch::nn::Sequential(torch::nn::Linear(3, 2));
+    FullyShardedDataParallel smaller(smaller_net, group, every_leaf());
+    const auto before = smaller.state_dict(-1);
+    const auto nothing = smaller.load_sharded_state_dict(path("s"), false);
+    EXPECT_EQ(nothing.missing.size(), 2u);
+    EXPECT_EQ(nothing.unexpected.size(), good.size());
+    EXPECT_TRUE(at::equal(smaller.state_dict(-1)[0].second, before[0].second));
     if (rank == 0) flip_last_byte(path("s/step-00000000/model-00000-of-00002.safetensors"));
     group.barrier();
     EXPECT_THAT(error_of([&] { fsdp.load_sharded_state_dict(path("s")); }),

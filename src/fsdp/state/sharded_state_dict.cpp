@@ -52,15 +52,18 @@ std::string layout_text(const ShardedModule& sharded) {
 /// Everything that this rank needs from a sharded checkpoint.
 class LoadedShards {
  public:
-  LoadedShards(const ShardedModule& sharded, const Checkpoint& checkpoint) {
+  LoadedShards(const ShardedModule& sharded, const Checkpoint& checkpoint, bool strict) {
     const json layout = json::parse(checkpoint.text(kLayoutFile)).at("parameters");
-    const auto names = match(sharded, checkpoint, layout).names;
+    const auto found = match(sharded, checkpoint, layout, strict);
+    const auto& names = found.names;
+    unmatched_ = found.unmatched;
     std::vector<ElementRange> ranges;
     for (size_t i = 0; i < sharded.model.parameters.size(); ++i) {
       const auto& parameter = sharded.model.parameters[i].tensor;
-      const auto& name = names.at(sharded.model.parameters[i].name);
+      const auto known = names.find(sharded.model.parameters[i].name);
       const auto& shard = sharded.model.shard_of(i);
-      if (shard.numel == 0) continue;
+      if (known == names.end() || shard.numel == 0) continue;
+      const auto& name = known->second;
       const auto strides = layout.at(name).at("strides").get<std::vector<int64_t>>();
       const bool same_order = strides == parameter.strides().vec();
       if (same_order) ranges.push_back({name, parameter.sizes().vec(), shard.begin, shard.numel});
@@ -75,8 +78,11 @@ class LoadedShards {
       parameters_[r].value = value->second;
     }
     for (const auto& [name, tensor] : unsharded(sharded))
-      unsharded_.emplace_back(tensor, checkpoint.load_tensor(kUnshardedFile, names.at(name)));
+      if (const auto known = names.find(name); known != names.end())
+        unsharded_.emplace_back(tensor, checkpoint.load_tensor(kUnshardedFile, known->second));
   }
+
+  const UnmatchedNames& unmatched() const { return unmatched_; }
 
   void copy_to(ShardedModule& sharded) const {
     for (const auto& [index, same_order, strides, value] : parameters_) {
@@ -99,7 +105,7 @@ class LoadedShards {
   };
 
   static WeightsMatch match(const ShardedModule& sharded, const Checkpoint& checkpoint,
-                            const json& layout) {
+                            const json& layout, bool strict) {
     std::vector<SafetensorsEntry> given;
     for (const auto& item : layout.items())
       given.push_back({item.key(), "", item.value().at("shape").get<std::vector<int64_t>>()});
@@ -107,11 +113,12 @@ class LoadedShards {
       const auto& more = checkpoint.tensors(kUnshardedFile).entries();
       given.insert(given.end(), more.begin(), more.end());
     }
-    return detail::match_entries(sharded.module, checkpoint.path(), given);
+    return detail::match_entries(sharded.module, checkpoint.path(), given, strict);
   }
 
   std::vector<Parameter> parameters_;
   std::vector<std::pair<at::Tensor, at::Tensor>> unsharded_;
+  UnmatchedNames unmatched_;
 };
 
 }  // namespace
@@ -132,7 +139,8 @@ void FullyShardedDataParallelBase::save_sharded_state_dict(const std::string& fo
   writer.commit();
 }
 
-void FullyShardedDataParallelBase::load_sharded_state_dict(const std::string& folder) {
+UnmatchedNames FullyShardedDataParallelBase::load_sharded_state_dict(const std::string& folder,
+                                                                     bool strict) {
   auto& sharded = *sharded_;
   sharded.require_idle("load_sharded_state_dict");
   at::NoGradGuard no_grad;
@@ -142,12 +150,13 @@ void FullyShardedDataParallelBase::load_sharded_state_dict(const std::string& fo
   try {
     checkpoint.emplace(folder + "/" + store::step_name(kStep), sharded.model.world);
     checkpoint->verify(sharded.model.world);
-    checkpoint->read_together([&] { loaded.emplace(sharded, *checkpoint); });
+    checkpoint->read_together([&] { loaded.emplace(sharded, *checkpoint, strict); });
   } catch (const UsageError& error) {
     throw AgreedError(fmt::format("{}: {}: {}", kName, kCall, error.what()));
   }
   sharded.residency->release_all();
   loaded->copy_to(sharded);
+  return loaded->unmatched();
 }
 
 }  // namespace tessera
