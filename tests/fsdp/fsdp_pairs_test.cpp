@@ -1,5 +1,4 @@
-// Every pair of options of FullyShardedDataParallel trains as plain libtorch does, or is refused
-// with the words of the table in docs/fsdp.md.
+// Every pair of options of FullyShardedDataParallel trains as plain libtorch does. None is refused.
 #include <algorithm>
 #include <functional>
 #include <memory>
