@@ -38,8 +38,9 @@ Options with_strategy(ShardingStrategy strategy) {
 template <class Net>
 void expect_weights(FullyShardedDataParallel<Net>& fsdp, const Net& plain, int world,
                     const std::string& where) {
+  const auto weights = plain->named_parameters();
   for (const auto& [name, value] : fsdp.state_dict(-1)) {
-    const auto& expected = plain->named_parameters()[name];
+    const auto& expected = weights[name];
     EXPECT_TRUE(world == 1 ? at::equal(value, expected) : at::allclose(value, expected, 1e-4, 1e-6))
         << where << ", world " << world << ", " << name;
   }

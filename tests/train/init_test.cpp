@@ -235,7 +235,8 @@ TEST_F(InitTest, ResumedRanksReadTheirSlicesAlone) {
     const Checkpoint checkpoint(*latest_checkpoint("c"));
     for (const auto& file : checkpoint.files())
       all += static_cast<int64_t>(std::filesystem::file_size(checkpoint.path() + "/" + file));
-    for (const auto& entry : Weights(checkpoint.path()).entries())
+    const Weights saved(checkpoint.path());
+    for (const auto& entry : saved.entries())
       weights += static_cast<int64_t>(entry.end - entry.begin);
     for (const auto& wrapper : {fsdp, std::string("parallel.type=ZeroRedundancyOptimizer")}) {
       for (const int world : {2, 3}) {

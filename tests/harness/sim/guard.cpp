@@ -70,8 +70,10 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 #if TESSERA_TORCH_AT_LEAST(2, 4)
 struct Hooks final : at::PrivateUse1HooksInterface {
+#if TESSERA_TORCH_AT_LEAST(2, 7)
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
+#endif
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex deviceCount() const override { return kDevices; }
   DeviceIndex getCurrentDevice() const override { return current_device(); }
