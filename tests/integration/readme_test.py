@@ -39,8 +39,19 @@ class Readme(unittest.TestCase):
             self.assertRegex(makefile, rf"(?m)^{target}:", target)
 
     def test_pages_and_files_exist(self):
-        for path in re.findall(r"`((?:docs|examples|benchmarks)/[\w./]*|CONTRIBUTING\.md)`", README):
+        found = re.findall(r"`((?:docs|examples|benchmarks)/[\w./]*|CONTRIBUTING\.md)`", README)
+        found += re.findall(r"\]\(([\w./]+)\)", README)
+        self.assertGreater(len(found), 40)
+        for path in found:
             self.assertTrue((SOURCE / path).exists(), path)
+
+    def test_the_table_of_what_is_supported_has_links_and_no_prose(self):
+        rows = re.search(r"## What is supported\n\n\| \| \|\n\|---\|---\|\n(.*?)\n\n", README, re.S)[1].splitlines()
+        self.assertGreater(len(rows), 10)
+        for row in rows:
+            name, text = row.strip("| ").split(" | ")
+            self.assertIn("](docs/", name)
+            self.assertLessEqual(len(re.findall(r"\w+", re.sub(r"\]\(.*?\)", "", text))), 25, row)
 
 
 class Contributing(unittest.TestCase):
