@@ -14,8 +14,8 @@ struct MappedFile {
 /// Maps a regular file for reading. It stays mapped while `data` is alive. Throws UsageError
 /// "component: path: reason".
 ///
-/// A page that the file does not have any more, because it was shortened, or that the disk cannot
-/// read is a SIGBUS. The first call installs a handler for it: the page then reads as zeros, and
+/// Reading a page raises SIGBUS if the file was shortened and has lost the page, or if the disk
+/// cannot read it. The first call installs a handler for SIGBUS: the page then reads as zeros, and
 /// check_mapped() throws. A SIGBUS anywhere else goes to the handler that was installed before.
 MappedFile map_file(const std::string& component, const std::string& path);
 

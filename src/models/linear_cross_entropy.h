@@ -18,7 +18,8 @@ struct CrossEntropyChunks {
 /// int64 [N]. UsageError for a target out of range; on an accelerator the loss is NaN instead,
 /// because the host would wait for the device at each call.
 ///
-/// More logits than one chunk has never exist: chunked_cross_entropy() computes the loss then.
+/// At most one chunk of logits exists at a time: for more, chunked_cross_entropy() computes the
+/// loss.
 at::Tensor linear_cross_entropy(const at::Tensor& rows, const at::Tensor& weight,
                                 const at::Tensor& targets);
 

@@ -110,8 +110,8 @@ void ShardedGradient::clear(bool set_to_none) {
     else if (sums_.has_sum(b)) segment(b).zero_();
 }
 
-/// The program of this rank clears nothing, so gradients that a step has used are cleared as they
-/// were the last time.
+/// A rank without data does not call zero_grad(). Gradients that a step has used are cleared here,
+/// in the way in which they were cleared the last time.
 bool ShardedGradient::shadow() {
   hide_placeholders();
   if (used_up_) clear(!clears_to_zero_);

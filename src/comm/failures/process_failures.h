@@ -51,8 +51,8 @@ class ProcessFailures {
   std::atomic<bool> any_told_ = false;
 };
 
-/// How long a rank waits for the store: for a tenth if it has not answered this process before.
-/// Null: it has.
+/// How long a rank waits for an answer of the store. If the store has not answered this process
+/// before, a tenth of the usual time. `failures` null: it has answered.
 std::chrono::milliseconds limit_of_answer(const ProcessFailures* failures);
 
 }  // namespace tessera::comm

@@ -40,7 +40,7 @@ class TrainingGroups {
   /// "group 1 (ranks 2, 3): ", the beginning of a message that only this group has; empty if there
   /// are no others.
   virtual std::string label() const { return ""; }
-  /// Where a step is skipped that inner() skips.
+  /// For messages: the ranks that skip a step when inner() skips it.
   virtual std::string scope() const { return "on all ranks"; }
   /// Traffic of the run.
   virtual CommStats stats() const { return all_.stats(); }
