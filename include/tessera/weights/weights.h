@@ -54,10 +54,10 @@ class Weights : public TensorSource {
   /// pytorch_model.bin.index.json; the first of them is read. Throws UsageError as SafetensorsFile,
   /// TorchFile and parse_weights_index() do; if a file of the index is missing, or lacks a tensor
   /// that the index gives it; for files of other kinds, which it names; for a pattern that is no
-  /// regular expression; and if two names become equal. Logs one line if the index is wrong
-  /// otherwise (its files' other tensors are read, too, those that it gives to another file from
-  /// there), if a folder has an index beside the file that is read, and for a link that leads out
-  /// of the folder of a file that the folder or the index names.
+  /// regular expression; and if two names become equal. Logs one line in three cases. (1) The
+  /// index is wrong otherwise: tensors of its files that it does not name are read too, and those
+  /// that it gives to another file are read there. (2) A folder has an index beside the file that
+  /// is read. (3) A file that the folder or the index names is a link that leads out of the folder.
   explicit Weights(const std::string& path, const WeightsOptions& options = {});
 
   const std::string& path() const override;
