@@ -344,6 +344,25 @@ void round_between_hosts(Random& random, const Case& which, int world, bool begi
   if (!fits() || !values.count("wire_gradients")) values = before;
 }
 
+/// Drawn after everything else, so that seeds keep what was drawn before: gradients that the user's
+/// code scales before the step, a group with another learning rate, and five ranks.
+void vary_more(Random& random, Case& which) {
+  const auto is = [&](const char* kind) {
+    return std::any_of(which.story.begin(), which.story.end(),
+                       [&](const Item& event) { return event.kind == kind; });
+  };
+  const bool scales = random.chance(15) && !rounds(which);
+  for (auto& event : which.story) {
+    const bool plain = event.kind == "step" && !event.has("closure") && !event.has("uncleared");
+    if (scales && plain && random.chance(40)) event.values["scaled"] = random.pick({"0.5", "0.25"});
+  }
+  auto& values = which.wrapper.values;
+  if (values.count("groups") && !is("move")) maybe(random, 50, values, "second_lr", "0.25");
+  const bool divides = values.count("hosts") || values.count("local_sgd") || is("move") ||
+                       which.wrapper.text("strategy") == "hybrid";
+  if (which.world > 1 && !divides && random.chance(6)) which.world = 5;
+}
+
 }  // namespace
 
 Case generate(uint64_t seed) {
@@ -436,6 +455,7 @@ Case generate(uint64_t seed) {
     round_between_hosts(random, result, event.number("world"), true, after);
     event.values = std::move(after.values);
   }
+  vary_more(random, result);
   // Small steps: what rounding takes from a parameter itself is large beside them.
   if (rounds(result) && result.optimizer.kind == "SGD") result.optimizer.values["lr"] = "0.002";
   return result;

@@ -117,6 +117,7 @@ void Player::train(const Item& event, int number, Record& record) {
   } else {
     if (!after && !between && !event.flag("uncleared")) zero_grad(event);
     gradients(event, number, between, record);
+    if (event.has("scaled")) subject_->scale_gradients(event.real("scaled", 1));
     if (event.text("clip") == "norm") add_number(record, "norm", subject_->clip_norm());
     if (event.text("clip") == "value") subject_->clip_value();
     subject_->step(nullptr);

@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include <torch/autograd.h>
+
 #include "fuzz/training/model/net.h"
 #include "fuzz/training/record.h"
 #include "tessera/local_sgd.h"

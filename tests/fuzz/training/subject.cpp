@@ -45,7 +45,16 @@ std::unique_ptr<torch::optim::Optimizer> plain_optimizer(const Case& which, Net&
     for (const auto& item : group) tensors.push_back(item.second);
     groups.emplace_back(tensors);
   }
-  return optimizer_of(which)(groups);
+  auto optimizer = optimizer_of(which)(groups);
+  if (groups.size() == 2)
+    optimizer->param_groups()[1].options().set_lr(lr_of_second_group(which, wrapper));
+  return optimizer;
+}
+
+/// Options of the next group of a list that is being made.
+OptionMap group_options(const Case& which, const Item& wrapper, size_t number) {
+  if (number != 1 || !wrapper.has("second_lr")) return {};
+  return {{"lr", lr_of_second_group(which, wrapper)}};
 }
 
 std::vector<std::string> ignored_names(Net& net, const Item& wrapper) {
@@ -127,7 +136,8 @@ class ZeroSubject : public Subject {
       return;
     }
     std::vector<ZeroRedundancyOptimizer::Group> list;
-    for (auto& each : grouped(*net, wrapper, named_parameters(*net))) list.push_back({each, {}});
+    for (auto& each : grouped(*net, wrapper, named_parameters(*net)))
+      list.push_back({each, group_options(which, wrapper, list.size())});
     zero_ = std::make_unique<ZeroRedundancyOptimizer>(list, group, optimizer_of(which),
                                                       zero_options(wrapper));
     if (wrapper.flag("in_place")) zero::TrainerAccess::use_up_gradients(*zero_);
@@ -139,6 +149,11 @@ class ZeroSubject : public Subject {
   NoSync no_sync() override { return ddp_ ? ddp_->no_sync() : zero_->no_sync(); }
   double clip_norm() override { return zero_->clip_grad_norm_(kMaxNorm); }
   void clip_value() override { zero_->clip_grad_value_(0.05); }
+  void scale_gradients(double factor) override {
+    if (!wrapper_.flag("shard_gradients")) return Subject::scale_gradients(factor);
+    for (auto& shard : zero_->shards())
+      if (shard.tensor.grad().defined()) shard.tensor.mutable_grad().mul_(factor);
+  }
   void step(const Closure& closure) override { zero_->step(closure); }
   void zero_grad(bool set_to_none) override {
     zero_->zero_grad(set_to_none);
@@ -211,7 +226,8 @@ class DistributedOptimizerSubject : public Subject {
     std::vector<DistributedOptimizer::Group> list;
     for (auto& each : grouped(*net, wrapper, named_parameters(*net))) {
       const bool local = wrapper.flag("local_group") && !list.empty();
-      list.push_back({each, {}, local ? ProcessGroup() : group});
+      list.push_back(
+          {each, group_options(which, wrapper, list.size()), local ? ProcessGroup() : group});
     }
     distributed_ = std::make_unique<DistributedOptimizer>(list, optimizer_of(which), options);
     distributed_->track_buffers(*net);
@@ -277,6 +293,10 @@ class FsdpSubject : public Subject {
   NoSync no_sync() override { return fsdp_.no_sync(); }
   double clip_norm() override { return fsdp_.clip_grad_norm_(kMaxNorm); }
   void clip_value() override { fsdp_.clip_grad_value_(0.05); }
+  void scale_gradients(double factor) override {
+    for (auto parameter : fsdp_.parameters())
+      if (parameter.grad().defined()) parameter.mutable_grad().mul_(factor);
+  }
   void zero_grad(bool set_to_none) override { fsdp_.zero_grad(set_to_none); }
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
   std::vector<std::reference_wrapper<Joinable>> joinables() override { return {fsdp_}; }
@@ -316,6 +336,11 @@ double Subject::clip_norm() {
 }
 
 void Subject::clip_value() { torch::nn::utils::clip_grad_value_(net_->parameters(), 0.05); }
+
+void Subject::scale_gradients(double factor) {
+  for (auto& item : named_parameters(*net_))
+    if (item.second.grad().defined()) item.second.mutable_grad().mul_(factor);
+}
 
 void Subject::zero_grad(bool set_to_none) {
   for (auto& item : named_parameters(*net_)) {

@@ -27,6 +27,8 @@ class Subject {
   virtual NoSync no_sync() = 0;
   virtual double clip_norm();
   virtual void clip_value();
+  /// Multiplies the gradients that the optimizer will use, as the user's code would.
+  virtual void scale_gradients(double factor);
   using Closure = torch::optim::Optimizer::LossClosure;
   virtual void step(const Closure& closure) { optimizer().step(closure); }
   virtual void zero_grad(bool set_to_none);

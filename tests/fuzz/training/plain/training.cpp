@@ -26,6 +26,10 @@ at::Tensor tree_sum(const std::vector<at::Tensor>& tensors) {
   return a.defined() && b.defined() ? a + b : a.defined() ? a : b;
 }
 
+double lr_of_second_group(const Case& which, const Item& wrapper) {
+  return which.optimizer.real("lr", 0) * wrapper.real("second_lr", 1);
+}
+
 void scale_lr(torch::optim::Optimizer& optimizer, double factor) {
   for (auto& group : optimizer.param_groups())
     group.options().set_lr(group.options().get_lr() * factor);
@@ -100,6 +104,8 @@ void PlainTraining::start(const Item& wrapper, int world, std::vector<std::share
       groups.emplace_back(tensors);
     }
     replica.optimizer = optimizer_of(which_)(groups);
+    if (groups.size() == 2)
+      replica.optimizer->param_groups()[1].options().set_lr(lr_of_second_group(which_, wrapper));
     replicas_.push_back(std::move(replica));
   }
 }
@@ -236,6 +242,7 @@ void PlainTraining::train(const Item& event, int number, std::vector<Record>& re
       if (sync) after_backward(ranks, world());
     }
   }
+  if (event.has("scaled")) scale_gradients(event.real("scaled", 1));
   std::vector<std::vector<at::Tensor>> own;
   for (auto& replica : replicas_) own.push_back(gradients_of(replica.parameters));
   finish_gradients(ranks, world());
@@ -461,6 +468,14 @@ void PlainTraining::set_gradients(const std::vector<at::Tensor>& gradients) {
 void PlainTraining::finish_gradients(const std::vector<int>& active, double divisor) {
   if (reduce_ == Reduce::in_step) set_gradients(average(active, scale_of(divisor)));
   else if (reduce_ == Reduce::into_shards) set_gradients(shard_gradients_);
+}
+
+void PlainTraining::scale_gradients(double factor) {
+  for (auto& replica : replicas_)
+    for (auto& item : replica.parameters)
+      if (item.second.grad().defined()) item.second.mutable_grad().mul_(factor);
+  for (auto& gradient : shard_gradients_)
+    if (gradient.defined()) gradient.mul_(factor);
 }
 
 double PlainTraining::clip(const Item& event) {

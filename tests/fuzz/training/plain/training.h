@@ -18,6 +18,9 @@ OptimizerFactory optimizer_of(const Case& which);
 /// The sum in the order of the library: (x0 + x1) + (x2 + x3), …. Undefined tensors are zeros.
 at::Tensor tree_sum(const std::vector<at::Tensor>& tensors);
 
+/// Of the second parameter group, where the wrapper has two.
+double lr_of_second_group(const Case& which, const Item& wrapper);
+
 /// Multiplies the lr of all groups.
 void scale_lr(torch::optim::Optimizer& optimizer, double factor);
 
@@ -78,6 +81,7 @@ class PlainTraining {
   /// Averages what has not been averaged yet; `.grad` of all replicas is what the optimizer uses.
   void finish_gradients(const std::vector<int>& active, double divisor);
   double clip(const Item& event);
+  void scale_gradients(double factor);
   /// What the event's zero_grad does.
   void clear(const Item& event);
   void zero_grad();
