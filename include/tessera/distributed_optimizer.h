@@ -28,7 +28,7 @@ struct DistributedOptimizerOptions {
   /// n > 0: at construction and in every n-th step(), before the update.
   int64_t bcast_period = 0;
   /// On: gradients are sent in packs, in the order in which the first backward pass produced them.
-  /// Off: each gradient is sent by itself.
+  /// Off: in buckets of up to 25 MiB, from the last parameter to the first. The bits are the same.
   bool param_pack = false;
   /// A pack is closed when it has more bytes than this. > 0
   int64_t param_pack_thd = 10 << 20;

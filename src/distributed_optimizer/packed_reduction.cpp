@@ -8,6 +8,8 @@
 
 #include <c10/util/ScopeExit.h>
 
+#include "sharding/bucket_plan.h"
+
 // [Note: packs that do not count] Every rank sends every pack in every backward pass, so that no
 // rank waits for a pack that another rank does not send. When a rank's gradients arrive in another
 // order than the recorded one, that rank marks the packs from there on. At the end of the backward
@@ -30,6 +32,9 @@ std::string dtype_name(const at::Tensor& tensor) {
   return tensor.device().is_cpu() ? name : name + " " + tensor.device().str();
 }
 
+// Those of DistributedDataParallel.
+constexpr int64_t kFirstBucketBytes = 1 << 20, kBucketBytes = 25 << 20;
+
 bool contains(const std::vector<size_t>& list, size_t value) {
   return std::find(list.begin(), list.end(), value) != list.end();
 }
@@ -42,8 +47,7 @@ PackedReduction::PackedReduction(std::vector<sharding::NamedTensor> parameters,
   for (auto& group : groups) {
     auto& lane = lanes_.emplace_back(Lane{std::move(group), {}, {}});
     for (const auto i : lane.members) lane_of_[i] = lanes_.size() - 1;
-    // Backward produces gradients from the last parameter to the first.
-    for (auto i = lane.members.rbegin(); i != lane.members.rend(); ++i) lane.packs.push_back({*i});
+    lane.packs = first_packs(lane.members);
     lane.channel = 0;
     while (lanes_[lane.channel].group.impl() != lane.group.impl()) ++lane.channel;
     const bool first = &lanes_[lane.channel] == &lane;
@@ -54,6 +58,20 @@ PackedReduction::PackedReduction(std::vector<sharding::NamedTensor> parameters,
   make_reducer();
   if (options_.compare_writes) writes_ = sharding::ForwardWrites(parameters_);
   writes_.restart();
+}
+
+/// Backward produces gradients from the last parameter to the first. Packs that will be made from
+/// the order of arrival begin with one for each gradient.
+Packs PackedReduction::first_packs(std::vector<size_t> members) const {
+  std::reverse(members.begin(), members.end());
+  if (!options_.pack) {
+    std::vector<at::Tensor> tensors;
+    for (const auto& parameter : parameters_) tensors.push_back(parameter.tensor);
+    return sharding::plan_buckets(tensors, members, kFirstBucketBytes, kBucketBytes);
+  }
+  Packs packs;
+  for (const auto i : members) packs.push_back({i});
+  return packs;
 }
 
 void PackedReduction::make_reducer() {

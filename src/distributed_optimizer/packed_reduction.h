@@ -18,7 +18,7 @@ namespace tessera::distributed_optimizer {
 
 struct PackedReductionOptions {
   bool mean = true;            ///< Mean over the ranks, else sum.
-  bool pack = false;           ///< Off: every gradient is reduced by itself.
+  bool pack = false;           ///< By order of arrival. Off: buckets in the parameters' order.
   int64_t pack_threshold = 1;  ///< A pack is closed when it has more bytes than this.
   /// Values that must be the same on all ranks in a backward: the number of steps before it, and
   /// the options (lr, …) of this parameter group of the optimizer.
@@ -90,6 +90,7 @@ class PackedReduction : private sharding::ReductionPolicy {
     std::shared_ptr<sharding::GradientWire> wire = nullptr;  // lanes of one channel share it
   };
 
+  Packs first_packs(std::vector<size_t> members) const;
   void make_reducer();
   void notice_cleared();
   std::vector<sharding::Bucket> make_buckets();

@@ -254,6 +254,24 @@ TEST(DistributedOptimizerTest, APackIsOneCollectiveAndAddsNoBytes) {
   });
 }
 
+TEST(DistributedOptimizerTest, WithoutPacksManyGradientsAreOneCollective) {
+  run_ranks(2, [](ProcessGroup group, int rank) {
+    Many net;
+    uint64_t numel = 0;
+    for (const auto& weight : net->weights) numel += weight.numel();
+    DistributedOptimizer optimizer(*net, group, sgd(0.01), {.reduce_method = "mean"});
+    for (int step = 0; step < 3; ++step) {
+      group.reset_stats();
+      optimizer.zero_grad();
+      optimizer.backward(net(input(step, rank), kForwards).sum());
+      EXPECT_EQ(group.stats().all_reduce.calls, 2u) << "one of gradients, one of their use";
+      EXPECT_EQ(group.stats().all_reduce.bytes_sent, 4 * (numel + 12 + 1));
+      optimizer.step();
+    }
+    EXPECT_EQ(optimizer.packs(0).size(), 1u);
+  });
+}
+
 /// An allocation is a collective, so one for each of many parameters takes long. Without packs
 /// `.grad` are windows of this memory.
 TEST(DistributedOptimizerTest, AllPacksOfADtypeShareOneAllocation) {
@@ -272,7 +290,10 @@ TEST(DistributedOptimizerTest, AllPacksOfADtypeShareOneAllocation) {
       EXPECT_TRUE(at::equal(tensor.grad(), at::full_like(tensor, 3).detach())) << name;
       storages.insert(tensor.grad().storage().unsafeGetStorageImpl());
       begins.insert(tensor.grad().data_ptr());
-      EXPECT_EQ(reinterpret_cast<uintptr_t>(tensor.grad().data_ptr()) % 64, 0u);
+    }
+    for (const auto& pack : optimizer.packs(0)) {
+      const auto& first = parameters[std::stoul(pack.front())].second;
+      EXPECT_EQ(reinterpret_cast<uintptr_t>(first.grad().data_ptr()) % 64, 0u);
     }
     EXPECT_EQ(storages.size(), 2u);
     EXPECT_GT(begins.size(), 250u);
