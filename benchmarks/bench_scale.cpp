@@ -25,6 +25,7 @@
 
 #include "comm/group/make_transport.h"
 #include "comm/group/process_group_impl.h"
+#include "tessera/detail/torch_compat.h"
 
 namespace {
 
@@ -78,7 +79,7 @@ struct Settings {
 
 /// The ranks of host `host`, as threads. Returns this host's figures.
 Json run_host(const Settings& settings, int world, int hosts, int host, uint16_t port) {
-  c10d::TCPStoreOptions options;
+  auto options = tessera::compat::without_libuv(c10d::TCPStoreOptions());
   options.port = port;
   options.isServer = host == 0;
   options.waitWorkers = false;

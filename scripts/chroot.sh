@@ -16,7 +16,7 @@ done_with() { echo "$NAME: $1, after $SECONDS s"; }
 
 leave_chroot() {
   # Lazily: after a signal, programs in the chroot may still be about to end.
-  for mounted in proc dev/shm sys; do
+  for mounted in proc dev/shm dev/pts sys; do
     mountpoint -q "$root/$mounted" && umount -l "$root/$mounted"
   done
   rm -rf --one-file-system "$work"
@@ -40,10 +40,11 @@ make_chroot() {
     printf '%s\n' force-unsafe-io 'path-exclude=/usr/share/doc/*' 'path-exclude=/usr/share/man/*' \
       >"$root/etc/dpkg/dpkg.cfg.d/tessera"
   fi
-  mkdir -p "$root/dev/shm"
+  mkdir -p "$root/dev/shm" "$root/dev/pts"
   mount -t proc proc "$root/proc" 2>/dev/null || skip "mounting is not allowed here"
   mount -t sysfs sysfs "$root/sys"
   mount -t tmpfs tmpfs "$root/dev/shm"
+  mount -t devpts devpts "$root/dev/pts" -o newinstance,ptmxmode=0666
   done_with "debootstrap"
 }
 

@@ -257,6 +257,16 @@ void ZeroRedundancyOptimizer::Impl::follow_trainability() {
     const auto& parameters = shards.parameters();
     const auto& first = parameters[thawed[0]].name;
     mean->require_local("parameter " + first + " became trainable");
+    const bool has_gradient = std::any_of(thawed.begin(), thawed.end(), [&](size_t i) {
+      return parameters[i].tensor.grad().defined();
+    });
+    if (has_gradient && mean->edited())
+      group.fail(fmt::format(
+          "{}: the gradients of shards() were changed, and parameter {}, which became trainable, "
+          "is "
+          "not among them before its first step(); expected no change of them in that step, or "
+          "clip_grad_norm_(), which includes it",
+          prefix(), first));
     if (zero::uses_all_parameters(factory_))
       throw UsageError(sharding::thawed_text(kName, first, group.rank()));
     if (mean->reducer()) mean->reducer()->check_cleared();

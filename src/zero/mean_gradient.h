@@ -45,6 +45,8 @@ class MeanGradient : protected sharding::ReductionPolicy {
 
   /// UsageError, naming `change`, where it would lose a mean that was taken already.
   virtual void require_local(const std::string& /*change*/) const {}
+  /// The caller has changed gradients of shards since they were reduced. Local.
+  virtual bool edited() { return false; }
   /// Before parameters or `.grad`s change: `.grad`s are gradients or undefined. Local.
   virtual void hide_placeholders() {}
   /// The averaged gradients, if any, are used or given up.

@@ -72,7 +72,16 @@ void ShardedGradient::finished() {
     LocalOptimizer::set_gradients(shards_.buckets()[b], segment(b),
                                   [this](size_t i) { return sums_.used(i); });
   }
+  versions_ = versions();
   show_placeholders();
+}
+
+/// Grows with each write to the gradients of own shards.
+uint64_t ShardedGradient::versions() {
+  uint64_t sum = 0;
+  for (const auto* shard : shards_.owned())
+    if (const auto& gradient = shard->tensor.grad(); gradient.defined()) sum += gradient._version();
+  return sum;
 }
 
 void ShardedGradient::show_placeholders() {

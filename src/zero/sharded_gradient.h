@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -29,6 +30,7 @@ class ShardedGradient : public MeanGradient {
   /// are cleared.
   void hide_placeholders() override;
   void reset() override { used_up_ = true; }
+  bool edited() override { return sums_.any() && versions() != versions_; }
   void clear(bool set_to_none) override;
   bool shadow() override;
 
@@ -46,6 +48,7 @@ class ShardedGradient : public MeanGradient {
     return placeholders_ && placeholders_->shown(position_[parameter]);
   }
   void show_placeholders();
+  uint64_t versions();
   void zero_own_part(size_t parameter);
 
   GradientShards sums_;
@@ -54,6 +57,7 @@ class ShardedGradient : public MeanGradient {
   bool held_ = false;            // under no_sync(), or before a new watch, since the last reduction
   bool used_up_ = false;         // a step has used sums_, and no backward has added to them since
   bool clears_to_zero_ = false;  // the program keeps gradients of zero
+  uint64_t versions_ = 0;        // of the segments at the end of the last reduction
 };
 
 }  // namespace tessera::zero

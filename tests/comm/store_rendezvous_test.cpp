@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #include "child.h"
+#include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
 
 namespace {
@@ -118,7 +119,7 @@ LaunchEnvironment through_the_launchers_store(int rank, int port) {
 }
 
 TEST(StoreRendezvous, RanksOfSeveralHostsUseTheLaunchersStore) {
-  c10d::TCPStoreOptions options;
+  auto options = tessera::compat::without_libuv(c10d::TCPStoreOptions());
   options.port = 0;
   options.isServer = true;
   options.waitWorkers = false;

@@ -18,6 +18,7 @@
 #include "child.h"
 #include "comm/rendezvous/own_store.h"
 #include "comm/store/verified_store.h"
+#include "tessera/detail/torch_compat.h"
 #include "tessera/error.h"
 
 namespace {
@@ -521,7 +522,7 @@ TEST(OwnStore, AnotherServiceIsAnErrorSoonAfterTheTimeOut) {
 }
 
 TEST(OwnStore, AStoreOfC10dIsAnErrorToo) {
-  c10d::TCPStoreOptions options;
+  auto options = tessera::compat::without_libuv(c10d::TCPStoreOptions());
   options.port = 0;
   options.isServer = true;
   options.waitWorkers = false;

@@ -451,4 +451,45 @@ TEST(ZeroShardGradients, TakeOwnShardAndTwoBuckets) {
   EXPECT_GT(whole, kFormula + kRest) << "the test can fail";
 }
 
+/// The gradient of a parameter that has just become trainable is not among those of shards().
+TEST(ZeroShardGradients, ChangedInTheFirstStepOfAParameterThatThawsAreAnError) {
+  for (const int world : {1, 3}) {
+    run_ranks(world, [&](ProcessGroup group, int rank) {
+      auto net = seeded<Uneven>(8);
+      net->last->weight.requires_grad_(false);
+      Zero zero(*net, group, factory("AdamW"), sharded());
+      const auto halve = [&] {
+        for (auto& shard : zero.shards())
+          if (shard.tensor.grad().defined()) shard.tensor.mutable_grad().mul_(0.5);
+      };
+      const auto backward = [&](int step) {
+        zero.zero_grad();
+        loss_of(net(rows(step, rank, world))).backward();
+      };
+      backward(0);
+      halve();
+      zero.step();
+      net->last->weight.requires_grad_(true);
+      backward(1);
+      halve();
+      EXPECT_THAT(thrown_by([&] { zero.step(); }),
+                  HasSubstr("the gradients of shards() were changed, and parameter last.weight"));
+    });
+  }
+}
+
+TEST(ZeroShardGradients, OfAParameterThatThawsAreClippedWithTheOthers) {
+  expect_same_training<Uneven>(3, factory("AdamW"), sharded(), false,
+                               [](auto& net, Zero& zero, int rank) {
+                                 net->last->weight.requires_grad_(false);
+                                 for (int step = 0; step < 3; ++step) {
+                                   net->last->weight.requires_grad_(step > 0);
+                                   zero.zero_grad();
+                                   loss_of(net(rows(step, rank, 3))).backward();
+                                   zero.clip_grad_norm_(0.1);
+                                   zero.step();
+                                 }
+                               });
+}
+
 }  // namespace

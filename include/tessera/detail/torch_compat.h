@@ -102,6 +102,14 @@ inline std::string first_line(const char* message) {
   return text.substr(0, text.find('\n'));
 }
 
+/// Options of a c10d::TCPStore that needs no libuv. Libtorch asks for it by default from 2.4 on,
+/// and Debian's does not have it.
+template <class Options>
+Options without_libuv(Options options) {
+  if constexpr (requires { options.useLibUV; }) options.useLibUV = false;
+  return options;
+}
+
 /// The data pointer of a storage, also where libtorch throws at an access.
 template <class Storage = c10::StorageImpl>
 const at::DataPtr& unchecked_data_ptr(Storage* storage) {

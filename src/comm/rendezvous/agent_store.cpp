@@ -66,7 +66,7 @@ void throw_useless_store(const LaunchEnvironment& environment, std::chrono::mill
 
 c10::intrusive_ptr<c10d::Store> agent_store(const LaunchEnvironment& environment,
                                             std::chrono::milliseconds timeout) {
-  c10d::TCPStoreOptions options;
+  auto options = compat::without_libuv(c10d::TCPStoreOptions());
   options.port = static_cast<uint16_t>(environment.master_port);
   options.waitWorkers = false;
   options.timeout =

@@ -90,6 +90,9 @@ Expectation of_step(const Case& which, const Item& wrapper, int world, size_t i)
   const auto trainable = trainability(which, i);
   if (!trainable.thawed.empty() && wrapper.flag("share_parameters"))
     return Expectation::equal_or_error;
+  // Gradients of thawed parameters are not among those of the shards yet.
+  if (!trainable.thawed.empty() && wrapper.flag("shard_gradients") && event.has("scaled"))
+    return Expectation::equal_or_error;
   if (!trainable.frozen.empty() && ddp && wrapper.flag("static_graph"))
     return Expectation::equal_or_error;
   if (event.flag("uncleared")) {
