@@ -8,6 +8,7 @@
 
 #include <torch/types.h>
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 namespace detail {
@@ -68,3 +69,4 @@ auto checkpoint(F function, const Inputs&... inputs) {
 }
 
 }  // namespace tessera
+#pragma GCC visibility pop

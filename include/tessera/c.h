@@ -12,6 +12,7 @@
 
 #include <stdint.h>
 
+#pragma GCC visibility push(default)
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -129,4 +130,5 @@ int tessera_session_create_over(const char* config, const tessera_group* group,
 #ifdef __cplusplus
 }
 #endif
+#pragma GCC visibility pop
 #endif

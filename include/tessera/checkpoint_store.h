@@ -20,6 +20,7 @@
 // format and the guarantees are in docs/checkpoints.md. (Activation checkpointing is in
 // tessera/activation_checkpoint.h.)
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 struct CheckpointStoreOptions {
@@ -59,7 +60,7 @@ class CheckpointStore {
   const CheckpointStoreOptions& options() const;  ///< Local.
   const ProcessGroup& group() const;              ///< Local.
 
-  struct Impl;
+  struct [[gnu::visibility("hidden")]] Impl;
 
  private:
   friend class CheckpointWriter;
@@ -112,7 +113,7 @@ class CheckpointWriter {
   std::string commit(const std::vector<int64_t>& keep = {});
 
  private:
-  struct Impl;
+  struct [[gnu::visibility("hidden")]] Impl;
   std::unique_ptr<Impl> impl_;
 };
 
@@ -214,10 +215,11 @@ class Checkpoint {
   std::vector<StateSlice> load_slices(const std::vector<ElementRange>& requests,
                                       const std::string& set = kOptimizerSlices) const;
 
-  struct Impl;
+  struct [[gnu::visibility("hidden")]] Impl;
 
  private:
   std::unique_ptr<Impl> impl_;
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

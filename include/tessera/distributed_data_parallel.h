@@ -20,6 +20,7 @@
 #include "tessera/step/overlap.h"
 #include "tessera/step/step_end.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Options of DistributedDataParallel. Every rank gives the same values. docs/ddp.md has more.
@@ -110,7 +111,7 @@ class DistributedDataParallelBase : public Joinable {
   void before_forward();
 
  private:
-  class Impl;
+  class [[gnu::visibility("hidden")]] Impl;
   std::unique_ptr<Impl> impl_;
 };
 
@@ -159,3 +160,4 @@ class DistributedDataParallel : public DistributedDataParallelBase {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -18,6 +18,7 @@
 #include "tessera/step/overlap.h"
 #include "tessera/step/step_end.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 struct DistributedOptimizerOptions {
@@ -154,8 +155,9 @@ class DistributedOptimizer : public Joinable {
   void finish_join(int last_active_rank) override;
 
  private:
-  class Impl;
+  class [[gnu::visibility("hidden")]] Impl;
   std::unique_ptr<Impl> impl_;
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#pragma GCC visibility push(default)
 namespace tessera {
 namespace detail {
 
@@ -63,3 +64,4 @@ class BrokenWorldError : public Error {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -26,6 +26,7 @@
 #include "tessera/weights/weights.h"
 #include "tessera/wrap_policy.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// The state that is sharded, and the ranks that share it. The table in docs/fsdp.md has more.
@@ -115,13 +116,12 @@ struct FsdpStats {
 };
 
 namespace fsdp {
-class ShardedModule;
+class [[gnu::visibility("hidden")]] ShardedModule;
 }
 
 namespace detail {
 
-/// The forward of a sharded module. Constructor and end() are collective. The destructor is local:
-/// without end() the forward is abandoned.
+/// The forward of a sharded module. Collective. Without end() the destructor abandons it, locally.
 class ForwardScope {
  public:
   explicit ForwardScope(fsdp::ShardedModule& sharded);
@@ -227,9 +227,8 @@ class FullyShardedDataParallelBase : public Joinable {
   [[nodiscard]] FullParams summon_full_params(const std::string& prefix = "", bool writeback = true,
                                               bool rank0_only = false);
 
-  /// While the returned object is alive, backward passes accumulate unsharded gradients and do not
-  /// reduce them. The next backward after it reduces the sum. Without no_sync() each backward
-  /// reduces, which costs traffic but no memory. Local, but all ranks must do the same.
+  /// While the returned object is alive, backward passes accumulate unsharded gradients. They cost
+  /// memory. The next backward after it reduces the sum. Local, but all ranks must do the same.
   [[nodiscard]] NoSync no_sync();
   /// Clears the gradients of all shards, and those of no_sync() that no backward has reduced yet,
   /// which an optimizer's zero_grad() does not clear. Outside of forward and backward. Local, but
@@ -398,3 +397,4 @@ class FullyShardedDataParallel : public FullyShardedDataParallelBase {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -7,6 +7,7 @@
 
 #include "tessera/process_group.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// One iteration of a joined loop. The same on all ranks.
@@ -57,7 +58,7 @@ class JoinLoop {
   /// data. Collective: the ranks out of data take part inside join(). Blocks.
   void next();
 
-  class Coordinator;
+  class [[gnu::visibility("hidden")]] Coordinator;
   explicit JoinLoop(Coordinator& coordinator) : coordinator_(coordinator) {}
 
  private:
@@ -91,3 +92,4 @@ void join(const std::vector<std::reference_wrapper<Joinable>>& joinables,
           const JoinOptions& options, const std::function<void(JoinLoop&)>& loop);
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#pragma GCC visibility push(default)
 namespace tessera::launch {
 
 /// The two output streams of a rank, as bits, for `--tee` and `--redirects`.
@@ -122,3 +123,4 @@ void parse_nnodes(const std::string& flag, const std::string& text, LaunchOption
 std::chrono::milliseconds parse_seconds(const std::string& flag, const std::string& text);
 
 }  // namespace tessera::launch
+#pragma GCC visibility pop

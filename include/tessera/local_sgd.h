@@ -14,6 +14,7 @@
 #include "tessera/process_group.h"
 #include "tessera/step/overlap.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// How the parameters of the last synchronisation become those of the next one.
@@ -154,10 +155,11 @@ class LocalSgd : public Joinable {
   void finish_join(int last_active_rank) override;
 
  private:
-  class Impl;
-  class InnerJoin;
+  class [[gnu::visibility("hidden")]] Impl;
+  class [[gnu::visibility("hidden")]] InnerJoin;
   std::unique_ptr<Impl> impl_;
   std::unique_ptr<InnerJoin> join_;
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

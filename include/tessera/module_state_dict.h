@@ -14,6 +14,7 @@
 // FullyShardedDataParallel::state_dict() returns and save_state_dict() writes. All functions are
 // local.
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Dotted names and tensors. A tied parameter appears once, under its first name.
@@ -65,3 +66,4 @@ UnmatchedNames load_module(
 
 }  // namespace detail
 }  // namespace tessera
+#pragma GCC visibility pop

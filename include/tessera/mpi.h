@@ -21,6 +21,7 @@
 #include "tessera/error.h"
 #include "tessera/process_group.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 namespace detail {
 
@@ -278,3 +279,4 @@ requires std::same_as<Comm, MPI_Comm>  // init_process_group({}) means the optio
 }
 
 }  // namespace tessera
+#pragma GCC visibility pop

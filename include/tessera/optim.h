@@ -15,6 +15,7 @@
 // are known only after sharding. A registry makes factories from a name and a map of options. All
 // functions are local.
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Builds an optimizer over parameter groups. A group without options takes the factory's defaults;
@@ -88,3 +89,4 @@ class OptimizerRegistry : public Registry<ConfiguredOptimizer> {
 OptimizerRegistry default_optimizers();
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -12,6 +12,7 @@
 
 #include "tessera/wire.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Handle of an asynchronous collective. Copies refer to the same collective. A default-constructed
@@ -19,7 +20,7 @@ namespace tessera {
 /// complete.
 class Work {
  public:
-  class State;
+  class [[gnu::visibility("hidden")]] State;
 
   Work() = default;
   explicit Work(std::shared_ptr<State> state) : state_(std::move(state)) {}
@@ -329,7 +330,7 @@ class ProcessGroup {
   /// Local.
   void reset_stats();
 
-  class Impl;
+  class [[gnu::visibility("hidden")]] Impl;
   explicit ProcessGroup(std::shared_ptr<Impl> impl);
   const std::shared_ptr<Impl>& impl() const { return impl_; }
 
@@ -355,3 +356,4 @@ ProcessGroup init_process_group(ProcessGroupOptions options = {});
 std::optional<ProcessGroup> default_process_group();
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -16,6 +16,7 @@
 // a JSON header of at most 100 MB, and the data without gaps. All functions are local to one rank:
 // they make no collectives and may be called on one rank alone. Tensors are read to the CPU.
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Names and values, both UTF-8, under the key `__metadata__` of the header.
@@ -53,7 +54,7 @@ class SafetensorsFile : public TensorSource {
                   at::Tensor out) const override;
 
  private:
-  struct Impl;
+  struct [[gnu::visibility("hidden")]] Impl;
   std::unique_ptr<Impl> impl_;
 };
 
@@ -95,7 +96,7 @@ class SafetensorsWriter {
   const std::string& header() const;
 
  private:
-  struct Impl;
+  struct [[gnu::visibility("hidden")]] Impl;
   std::unique_ptr<Impl> impl_;
 };
 
@@ -105,3 +106,4 @@ void save_safetensors(const std::string& path,
                       const SafetensorsMetadata& metadata = {});
 
 }  // namespace tessera
+#pragma GCC visibility pop

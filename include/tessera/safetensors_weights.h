@@ -16,6 +16,7 @@
 //   {"metadata": {"total_size": BYTES}, "weight_map": {"NAME": "model-00001-of-00004.safetensors"}}
 // Every tensor is whole in one of the files. All functions are local.
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 inline constexpr const char* kWeightsIndexName = "model.safetensors.index.json";
@@ -64,3 +65,4 @@ std::string weights_index_text(const std::vector<SafetensorsSpec>& tensors,
                                const std::vector<WeightsPart>& parts);
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -11,6 +11,7 @@
 
 // Whole weights, written by all ranks at once, one tensor at a time on each.
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Brings tensor number `i` to rank `to` and returns it there; an undefined tensor elsewhere, or
@@ -57,3 +58,4 @@ void save_weights(const ProcessGroup& group, const std::string& path,
                   const SaveWeightsOptions& options = {});
 
 }  // namespace tessera
+#pragma GCC visibility pop

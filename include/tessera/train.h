@@ -8,6 +8,7 @@
 #include "tessera/process_group.h"
 #include "tessera/train/config.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// The result of a run. The same on every rank, except `baseline_loss`. With parallel.local_sgd the
@@ -54,3 +55,4 @@ void request_stop(int signal) noexcept;
 int train_main(int argc, char** argv);
 
 }  // namespace tessera
+#pragma GCC visibility pop

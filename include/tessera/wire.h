@@ -3,6 +3,7 @@
 #include <optional>
 #include <string>
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// The form in which values travel between hosts. Within a host they keep their dtype.
@@ -36,3 +37,4 @@ std::optional<WireFormat> wire_format_of(const std::string& text);
 std::string to_string(const WireOptions& wire);
 
 }  // namespace tessera
+#pragma GCC visibility pop

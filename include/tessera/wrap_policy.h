@@ -9,6 +9,7 @@
 
 #include "tessera/config/registry.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Decides whether a submodule becomes a unit of FullyShardedDataParallel, which is gathered and
@@ -48,3 +49,4 @@ using WrapPolicyRegistry = Registry<WrapPolicy>;
 WrapPolicyRegistry default_wrap_policies();
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -23,6 +23,7 @@
 #include "tessera/step/overlap.h"
 #include "tessera/step/step_end.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 namespace zero {
@@ -273,7 +274,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   const Options& options() const;
 
  private:
-  class Impl;
+  class [[gnu::visibility("hidden")]] Impl;
   friend struct zero::TrainerAccess;
   ZeroRedundancyOptimizer(const torch::nn::Module* module, std::vector<Group> groups,
                           ProcessGroup group, OptimizerFactory factory, const Options& options);
@@ -281,3 +282,4 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -15,6 +15,8 @@ int main(int argc, char** argv) {
       "loss: {type: mse}\n"
       "optimizer: {type: SGD, lr: 0.1}\n"
       "parallel: {type: DistributedDataParallel}\n";
+  const char* const refusing =
+      "model: {type: Refusing}\nloss: {type: mse}\noptimizer: {type: SGD, lr: 0.1}\n";
   tessera_group* group = NULL;
   tessera_session* session = NULL;
   int rank = -1, size = -1, step;
@@ -22,6 +24,8 @@ int main(int argc, char** argv) {
   if (check(tessera_load_components(argv[1]))) return 1;
   if (check(tessera_group_from_environment(&group))) return 1;
   if (check(tessera_group_rank(group, &rank)) || check(tessera_group_size(group, &size))) return 1;
+  /* The shared object has a copy of UsageError's type, which must be the library's. */
+  if (tessera_session_create(refusing, group, &session) != TESSERA_USAGE_ERROR) return 3;
   if (check(tessera_session_create(config, group, &session))) return 1;
   for (step = 0; step < 4; ++step) {
     float inputs[12][3], targets[12][2];

@@ -1,4 +1,4 @@
-// A shared object that adds a model, for tessera_load_components().
+// A shared object that adds models, for tessera_load_components().
 #include <torch/nn/modules/linear.h>
 
 #include "tessera/train/registries.h"
@@ -12,7 +12,14 @@ struct LineImpl : torch::nn::Module {
 };
 TORCH_MODULE(Line);
 
+struct RefusingImpl : torch::nn::Module {
+  RefusingImpl() { throw tessera::UsageError("Refusing: no weights; expected another model"); }
+  at::Tensor forward(const at::Tensor& x) { return x; }
+};
+TORCH_MODULE(Refusing);
+
 const bool added = [] {
+  tessera::registry::models().add<Refusing>("Refusing", "throws");
   tessera::registry::models().add<Line>("Line", "of a shared object");
   return true;
 }();

@@ -20,7 +20,7 @@ void sleep_for_seconds(double seconds) {
 }
 
 /// Has a name in stacks.
-__attribute__((noinline)) void spin_for_ever() {
+[[gnu::noinline, gnu::visibility("default")]] void spin_for_ever() {
   for (;;) asm volatile("");
 }
 

@@ -7,6 +7,7 @@
 // A config before its values have types: a tree in which every node knows its place in the file.
 // All functions are local; only those that read files or environment variables have side inputs.
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 struct ConfigNode {
@@ -69,3 +70,4 @@ void expand_environment(ConfigNode& root);
 std::string to_yaml(const ConfigNode& root);
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -9,6 +9,7 @@
 // Options as plain values: the form in which a program, a parameter group or a checkpoint holds the
 // options of an optimizer or of another component.
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// The value of one option. Where a component expects a number it accepts an integer; where it
@@ -21,3 +22,4 @@ using OptionMap = std::map<std::string, OptionValue>;
 std::string to_string(const OptionValue& value);
 
 }  // namespace tessera
+#pragma GCC visibility pop

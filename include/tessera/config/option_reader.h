@@ -20,6 +20,7 @@
 // check a struct of options that a program has filled in, to write `--dump-config` and to write the
 // reference page. Local.
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Bounds of a number. The "expected …" texts of messages are derived from them.
@@ -221,3 +222,4 @@ void check_option(const std::string& component, const std::string& name, Value v
 }
 
 }  // namespace tessera
+#pragma GCC visibility pop

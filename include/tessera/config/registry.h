@@ -12,6 +12,7 @@
 #include "tessera/detail/nearest.h"
 #include "tessera/error.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Components of one kind by name. In a config, `type` selects the component and all other keys of
@@ -113,3 +114,4 @@ class Registry {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -7,6 +7,7 @@
 
 #include "tessera/data/dataset.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Returns dataset.get(samples). Throws UsageError that names the dataset and the tensor unless
@@ -54,8 +55,9 @@ class BatchLoader {
   double waited() const;
 
  private:
-  class Impl;
+  class [[gnu::visibility("hidden")]] Impl;
   std::unique_ptr<Impl> impl_;
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -4,6 +4,7 @@
 
 #include "tessera/data/tokens.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Cross entropy in nats per token of `val` under a bigram model of `train`: p(b|a) = (n(a,b) + k)
@@ -13,3 +14,4 @@ namespace tessera {
 double bigram_cross_entropy(const Tokens& train, const Tokens& val, int64_t vocab_size);
 
 }  // namespace tessera
+#pragma GCC visibility pop

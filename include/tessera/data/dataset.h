@@ -7,6 +7,7 @@
 
 #include <torch/types.h>
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// The data of one step on one rank. Dimension 0 of each tensor counts the samples. CPU tensors.
@@ -37,3 +38,4 @@ class Dataset {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -6,6 +6,7 @@
 
 #include "tessera/data/dataset.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Images and labels in IDX files, the format of MNIST (LeCun, Cortes, Burges): two zero bytes, the
@@ -44,3 +45,4 @@ class IdxDataset : public Dataset {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

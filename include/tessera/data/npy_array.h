@@ -7,6 +7,7 @@
 
 #include <torch/types.h>
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// An array in NumPy's .npy format (NEP 1, versions 1 to 3): C order, little-endian, of type f2,
@@ -32,3 +33,4 @@ struct NpyArray {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -7,6 +7,7 @@
 #include "tessera/data/dataset.h"
 #include "tessera/data/npy_array.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Paths of two arrays (npy_array.h). Dimension 0 of each counts the samples.
@@ -34,3 +35,4 @@ class NpyDataset : public Dataset {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

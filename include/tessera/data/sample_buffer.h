@@ -7,6 +7,7 @@
 
 #include "tessera/data/dataset.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Which samples a SampleBuffer keeps when it is full.
@@ -54,3 +55,4 @@ class SampleBuffer {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 enum class SampleOrder { sequential, shuffled };
@@ -57,3 +58,4 @@ class Sampler {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

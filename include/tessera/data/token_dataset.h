@@ -7,6 +7,7 @@
 #include "tessera/data/dataset.h"
 #include "tessera/data/tokens.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Sequences of T = seq_len tokens, cut from a stream of L tokens. Inputs and targets are int64
@@ -40,3 +41,4 @@ class TokenDataset : public Dataset {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -8,6 +8,7 @@
 
 // Files of tokens for language models. Every rank opens the same files. Local.
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// The two parts of a data set. `val` is empty (size 0) if there is no evaluation part.
@@ -44,3 +45,4 @@ struct TokenBin {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

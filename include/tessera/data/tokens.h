@@ -7,6 +7,7 @@
 
 #include <torch/types.h>
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// An immutable sequence of tokens, 8 or 16 bits each, in memory or memory-mapped from files. Cheap
@@ -61,3 +62,4 @@ class Tokens {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

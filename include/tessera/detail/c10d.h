@@ -5,6 +5,7 @@
 #include "tessera/detail/torch_compat.h"
 #include "tessera/process_group.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Makes a group over a c10d backend (c10d::Backend; c10d::ProcessGroup before libtorch 2.0) that
@@ -22,3 +23,4 @@ ProcessGroup from_c10d(c10::intrusive_ptr<compat::C10dBackend> backend,
                        ProcessGroupOptions options = {});
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -5,6 +5,7 @@
 #include "tessera/c.h"
 #include "tessera/process_group.h"
 
+#pragma GCC visibility push(default)
 namespace tessera::detail {
 
 /// For files that make groups of the C interface in another way, such as from an MPI_Comm. The
@@ -14,3 +15,4 @@ tessera_group* c_group(ProcessGroup group);
 int c_call(const std::function<void()>& body);
 
 }  // namespace tessera::detail
+#pragma GCC visibility pop

@@ -3,6 +3,7 @@
 #include <locale>
 #include <utility>
 
+#pragma GCC visibility push(default)
 namespace tessera::detail {
 
 /// A stream for text that a program reads or writes, such as Classic<std::ostringstream>. The
@@ -17,3 +18,4 @@ class Classic : public Stream {
 };
 
 }  // namespace tessera::detail
+#pragma GCC visibility pop

@@ -7,6 +7,7 @@
 
 #include "tessera/process_group.h"
 
+#pragma GCC visibility push(default)
 namespace tessera::detail {
 
 /// The ranks that a library of the program knows, such as MPI, and the bytes that it carries
@@ -48,3 +49,4 @@ ProcessGroup init_process_group(std::shared_ptr<Communicator> communicator,
                                 ProcessGroupOptions options);
 
 }  // namespace tessera::detail
+#pragma GCC visibility pop

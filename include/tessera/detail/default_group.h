@@ -5,6 +5,7 @@
 #include "tessera/error.h"
 #include "tessera/process_group.h"
 
+#pragma GCC visibility push(default)
 namespace tessera::detail {
 
 /// The default group, for a wrapper that was given none. UsageError if there is no default group.
@@ -17,3 +18,4 @@ inline ProcessGroup default_group_of(const std::string& wrapper) {
 }
 
 }  // namespace tessera::detail
+#pragma GCC visibility pop

@@ -5,6 +5,7 @@
 #include <ATen/core/Generator.h>
 #include <c10/core/Device.h>
 
+#pragma GCC visibility push(default)
 namespace tessera::detail {
 
 /// The default generators of the devices of one type, if libtorch itself does not know them. Not
@@ -16,3 +17,4 @@ void set_device_generator(at::DeviceType type, std::function<at::Generator(at::D
 at::Generator device_generator(at::Device device);
 
 }  // namespace tessera::detail
+#pragma GCC visibility pop

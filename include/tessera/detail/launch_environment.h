@@ -2,6 +2,7 @@
 
 #include <optional>
 
+#pragma GCC visibility push(default)
 namespace tessera::detail {
 
 /// The numbers that a launcher gave this process through its environment.
@@ -18,3 +19,4 @@ struct LauncherRank {
 LauncherRank launcher_rank() noexcept;
 
 }  // namespace tessera::detail
+#pragma GCC visibility pop

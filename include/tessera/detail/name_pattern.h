@@ -1,5 +1,6 @@
 #pragma once
 
+#pragma GCC visibility push(default)
 namespace tessera::detail {
 
 /// Whether `name`, the dotted name of a module or parameter, matches `pattern`: `*` stands for any
@@ -19,3 +20,4 @@ inline bool matches_name(const char* pattern, const char* name) {
 }
 
 }  // namespace tessera::detail
+#pragma GCC visibility pop

@@ -7,6 +7,7 @@
 
 // Suggestions for error messages about unknown names. Pure functions.
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// The least number of edits that turn `a` into `b`. An edit inserts, deletes or replaces a
@@ -66,3 +67,4 @@ inline std::string suggestion(const std::string& name, const std::vector<std::st
 }
 
 }  // namespace tessera
+#pragma GCC visibility pop

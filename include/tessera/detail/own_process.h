@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#pragma GCC visibility push(default)
 namespace tessera::detail {
 
 /// The process that made an object. A child made by fork() inherits the object, but neither its
@@ -17,3 +18,4 @@ class OwnProcess {
 };
 
 }  // namespace tessera::detail
+#pragma GCC visibility pop

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#pragma GCC visibility push(default)
 namespace tessera::detail {
 
 /// /proc/<pid>/stat from its third field on: state, parent …; empty if there is no such process.
@@ -36,3 +37,4 @@ inline std::string boot_id() {
 }
 
 }  // namespace tessera::detail
+#pragma GCC visibility pop

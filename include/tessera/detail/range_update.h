@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 struct RangeUpdate;
@@ -25,3 +26,4 @@ struct RangeUpdate {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

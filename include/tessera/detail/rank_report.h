@@ -8,6 +8,7 @@
 
 #include "tessera/detail/classic.h"
 
+#pragma GCC visibility push(default)
 namespace tessera::detail {
 
 /// The report of a rank to its launcher about its end, so that the launcher can name the rank where
@@ -51,3 +52,4 @@ struct RankReport {
 };
 
 }  // namespace tessera::detail
+#pragma GCC visibility pop

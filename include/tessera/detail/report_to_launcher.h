@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#pragma GCC visibility push(default)
 namespace tessera::detail {
 
 // Each writes the report to the file that TESSERA_REPORT names; it replaces an earlier one. Does
@@ -27,3 +28,4 @@ void withdraw_report() noexcept;
 std::vector<int> minority(int size, const std::function<bool(int, int)>& same);
 
 }  // namespace tessera::detail
+#pragma GCC visibility pop

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#pragma GCC visibility push(default)
 namespace tessera::detail {
 
 /// `tensor`, or a copy of it if it is a conjugate or negative view: the values of the result are in
@@ -12,3 +13,4 @@ inline at::Tensor resolved(const at::Tensor& tensor) { return tensor.resolve_con
 inline bool is_resolved(const at::Tensor& tensor) { return !tensor.is_conj() && !tensor.is_neg(); }
 
 }  // namespace tessera::detail
+#pragma GCC visibility pop

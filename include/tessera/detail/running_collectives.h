@@ -3,6 +3,7 @@
 #include <array>
 #include <cstdint>
 
+#pragma GCC visibility push(default)
 namespace tessera::detail {
 
 /// A collective that a thread of this process is in, for reports about a rank that hangs.
@@ -28,3 +29,4 @@ struct RunningCollective {
 int running_collectives(RunningCollective* out, int most) noexcept;
 
 }  // namespace tessera::detail
+#pragma GCC visibility pop

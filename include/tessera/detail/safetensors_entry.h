@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// The entry of one tensor in a safetensors header.
@@ -19,3 +20,4 @@ struct SafetensorsEntry {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

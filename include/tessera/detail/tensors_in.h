@@ -7,6 +7,7 @@
 
 #include <torch/types.h>
 
+#pragma GCC visibility push(default)
 namespace tessera::detail {
 
 // Finds the tensors in an argument of forward: a tensor, or a vector, array, map, optional, pair or
@@ -99,3 +100,4 @@ struct TensorsIn<std::pair<A, B>> {
 };
 
 }  // namespace tessera::detail
+#pragma GCC visibility pop

@@ -24,6 +24,7 @@ class ProcessGroup;
 class Backend;
 }  // namespace c10d
 
+#pragma GCC visibility push(default)
 namespace tessera::compat {
 
 /// c10d's class for one transport: ProcessGroup in 1.x, Backend since 2.0.
@@ -243,3 +244,4 @@ inline at::Tensor fused_causal_attention(const at::Tensor& q, const at::Tensor& 
 }
 
 }  // namespace tessera::compat
+#pragma GCC visibility pop

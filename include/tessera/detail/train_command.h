@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#pragma GCC visibility push(default)
 namespace tessera::detail {
 
 /// The command line of a trainer: `[-n RANKS] CONFIG.yaml [key=value …] [options]`.
@@ -26,3 +27,4 @@ TrainCommand parse_train_command(int argc, char** argv);
 int launch_ranks(const std::string& program, const TrainCommand& command);
 
 }  // namespace tessera::detail
+#pragma GCC visibility pop

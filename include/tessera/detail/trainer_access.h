@@ -2,6 +2,7 @@
 
 #include "tessera/zero_redundancy_optimizer.h"
 
+#pragma GCC visibility push(default)
 namespace tessera::zero {
 
 /// Functions for a loop that never reads `.grad` between step() and zero_grad(). All are local, and
@@ -18,3 +19,4 @@ struct TrainerAccess {
 };
 
 }  // namespace tessera::zero
+#pragma GCC visibility pop

@@ -4,6 +4,7 @@
 #include <string>
 #include <system_error>
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Writes a whole text file. The text goes to a temporary file in the same folder, which is synced
@@ -26,3 +27,4 @@ std::string read_file(const std::string& component, const std::string& path,
 std::error_code make_folder(const std::string& folder);
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -7,6 +7,7 @@
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// While alive, large CPU tensors that this thread makes are deferred: operators run and their
@@ -79,3 +80,4 @@ struct DeferredStats {
 DeferredStats deferred_stats();  ///< Thread-safe. Local.
 
 }  // namespace tessera
+#pragma GCC visibility pop

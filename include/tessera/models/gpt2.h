@@ -17,6 +17,7 @@
 // and shapes are those of Hugging Face's GPT2LMHeadModel: `transformer.h.0.attn.c_attn.weight` is
 // [n_embd, 3·n_embd] (Conv1D, transposed), and a tied head is `transformer.wte.weight`.
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 class OptionReader;
@@ -65,8 +66,8 @@ struct GPT2Options {
   std::string to_config_json() const;
 };
 
-class GPT2AttentionImpl;
-class GPT2MLPImpl;
+class [[gnu::visibility("hidden")]] GPT2AttentionImpl;
+class [[gnu::visibility("hidden")]] GPT2MLPImpl;
 
 /// One transformer block, pre-norm: x + attn(ln_1(x)), then x + mlp(ln_2(x)). Input and output are
 /// [B, T, n_embd].
@@ -148,3 +149,4 @@ class GPT2Impl : public torch::nn::Module {
 TORCH_MODULE(GPT2);
 
 }  // namespace tessera
+#pragma GCC visibility pop

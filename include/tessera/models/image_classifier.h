@@ -15,6 +15,7 @@
 // A small residual network for images (He et al., 2016, in the form used for CIFAR) as a plain
 // module.
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 class OptionReader;
@@ -35,7 +36,7 @@ struct ImageClassifierOptions {
   void validate() const;
 };
 
-class ResidualBlockImpl;
+class [[gnu::visibility("hidden")]] ResidualBlockImpl;
 
 /// A stem (3 x 3 convolution, norm, ReLU), residual blocks, the mean over the image, a linear
 /// layer.
@@ -73,3 +74,4 @@ class ImageClassifierImpl : public torch::nn::Module {
 TORCH_MODULE(ImageClassifier);
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -11,6 +11,7 @@
 // A multi-layer perceptron as a plain module: the model that simulation codes train most, for
 // programs that have no C++ model of their own.
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 class OptionReader;
@@ -44,3 +45,4 @@ class MLPImpl : public torch::nn::Module {
 TORCH_MODULE(MLP);
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -23,6 +23,7 @@
 // compiled without contraction to fused multiply-add. Sharded and unsharded training can therefore
 // be compared bit by bit. Against libtorch's own optimizers results differ by rounding.
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Base class of the fused optimizers. Besides `step()` it can update ranges of a parameter, so
@@ -104,3 +105,4 @@ using FusedAdamW = Fused<torch::optim::AdamWOptions, torch::optim::AdamWParamSta
 double sum_of_squares(const float* x, int64_t n);
 
 }  // namespace tessera
+#pragma GCC visibility pop

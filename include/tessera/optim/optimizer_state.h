@@ -22,6 +22,7 @@
 // func_evals, n_iter, t, prev_loss, d, H_diag, prev_flat_grad, and its lists as one tensor per item
 // (old_dirs.0, old_dirs.1, …, old_stps.0, ro.0, al.0).
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 using ScalarValue = std::variant<int64_t, double>;
@@ -121,3 +122,4 @@ void declare_element_wise() {
 }
 
 }  // namespace tessera
+#pragma GCC visibility pop

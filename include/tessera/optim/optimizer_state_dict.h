@@ -10,6 +10,7 @@
 
 #include "tessera/optim/optimizer_state.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;
@@ -53,3 +54,4 @@ void load_state_dict(torch::optim::Optimizer& optimizer, const OptimizerStateDic
                      bool strict = true);
 
 }  // namespace tessera
+#pragma GCC visibility pop

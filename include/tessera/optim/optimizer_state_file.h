@@ -4,6 +4,7 @@
 
 #include "tessera/optim/optimizer_state_dict.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Writes `dict` to a safetensors file, atomically as SafetensorsWriter does. Tensors have the name
@@ -17,3 +18,4 @@ void save_optimizer_state(const OptimizerStateDict& dict, const std::string& pat
 OptimizerStateDict load_optimizer_state(const std::string& path);
 
 }  // namespace tessera
+#pragma GCC visibility pop

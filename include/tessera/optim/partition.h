@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <vector>
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// How parameters are distributed over ranks. Pure arithmetic: every rank computes the same result.
@@ -28,3 +29,4 @@ std::vector<int> assign_owners(const std::vector<int64_t>& sizes, std::vector<in
                                Partition partition);
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -16,6 +16,7 @@
 // which strides it means, so that a range of a channels-last weight is not taken for one of a
 // contiguous weight.
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Elements [begin, begin + numel) of one parameter, in memory order. Wrappers, state slices and
@@ -86,3 +87,4 @@ void load_state_slices(torch::optim::Optimizer& optimizer,
                        const std::vector<ParameterShard>& shards, std::vector<StateSlice>&& slices);
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -12,6 +12,7 @@
 // The optimizer state of Python's torch.optim, whose state_dict() numbers the parameters instead of
 // naming them. All functions are local.
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// A file of torch.save with the state of an optimizer, {"state": {0: {…}, …}, "param_groups":
@@ -48,7 +49,7 @@ class TorchOptimizerStateFile {
                                       const std::vector<ElementRange>& ranges) const;
 
  private:
-  struct Impl;
+  struct [[gnu::visibility("hidden")]] Impl;
   std::unique_ptr<Impl> impl_;
 };
 
@@ -65,3 +66,4 @@ OptimizerStateDict load_torch_optimizer_state(const std::string& path,
 void save_torch_optimizer_state(const OptimizerStateDict& dict, const std::string& path);
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -6,6 +6,7 @@
 #include "tessera/error.h"
 #include "tessera/process_group.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Thrown by agree() on every rank with the same text, so it is enough that one rank prints it.
@@ -24,3 +25,4 @@ void agree(const ProcessGroup& group, const std::function<void()>& prepare);
 std::string message_of(const std::exception& error);
 
 }  // namespace tessera
+#pragma GCC visibility pop

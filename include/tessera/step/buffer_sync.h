@@ -1,5 +1,6 @@
 #pragma once
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// How the buffers of a module (running statistics of batch norms and others) become the same on
@@ -18,3 +19,4 @@ enum class BufferSync {
 const char* buffer_sync_name(BufferSync rule);
 
 }  // namespace tessera
+#pragma GCC visibility pop

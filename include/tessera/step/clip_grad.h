@@ -5,6 +5,7 @@
 
 #include <torch/types.h>
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// The norm of gradients before clipping: a 0-dim float64 tensor on their device.
@@ -35,3 +36,4 @@ GradNorm clip_gradient_norm_(const std::vector<at::Tensor>& gradients, double ma
 void clip_gradient_values_(const std::vector<at::Tensor>& gradients, double clip_value);
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -6,6 +6,7 @@
 
 #include "tessera/process_group.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Gradients that are reduced together. They have one dtype and one device.
@@ -31,3 +32,4 @@ CommHook fp16_compress_hook();
 CommHook bf16_compress_hook();
 
 }  // namespace tessera
+#pragma GCC visibility pop

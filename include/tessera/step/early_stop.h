@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <optional>
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 struct EarlyStopOptions {
@@ -46,3 +47,4 @@ class EarlyStop {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -7,6 +7,7 @@
 
 #include "tessera/process_group.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 class OptionReader;
@@ -73,3 +74,4 @@ class GradScaler {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -7,6 +7,7 @@
 
 #include <torch/types.h>
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// The results of a model's forward pass in training, by name, in the model's order. Entries whose
@@ -30,3 +31,4 @@ struct ParsedLosses {
 ParsedLosses parse_losses(const Losses& losses);
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -8,6 +8,7 @@
 // saved or restored, and all ranks compute the same rates. Each function below that returns a
 // schedule checks its options and throws UsageError naming the scheduler and the option. Local.
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 class OptionReader;
@@ -122,3 +123,4 @@ struct ChainedLrOptions {
 LrSchedule chained_lr(const ChainedLrOptions& options);
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -3,6 +3,7 @@
 #include <functional>
 #include <utility>
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Returned by the wrappers' no_sync(). While it is alive, backward passes accumulate gradients
@@ -34,3 +35,4 @@ class NoSync {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

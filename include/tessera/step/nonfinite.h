@@ -4,6 +4,7 @@
 
 #include <torch/types.h>
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Which elements of `tensor` are NaN or infinite: "NaN in 3 of 4096 elements", "infinity in 1 of 8
@@ -16,3 +17,4 @@ std::string nonfinite_text(const at::Tensor& tensor);
 bool is_mask(const at::Tensor& tensor);
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -1,5 +1,6 @@
 #pragma once
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// When communication runs beside computation. Results are bit-identical, but for LocalSgd, and
@@ -13,3 +14,4 @@ enum class Overlap {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -10,6 +10,7 @@
 #include "tessera/config/option_map.h"
 #include "tessera/optim/optimizer_state_dict.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// The options of the parameters that one custom key matches.
@@ -57,3 +58,4 @@ std::vector<ParameterGroup> paramwise_groups(const torch::nn::Module& module,
                                              const OptionMap& base);
 
 }  // namespace tessera
+#pragma GCC visibility pop

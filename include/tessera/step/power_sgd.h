@@ -9,6 +9,7 @@
 
 #include "tessera/step/comm_hook.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 class OptionReader;
@@ -58,8 +59,9 @@ class PowerSgd {
   void load_state_dict(const State& state);
 
  private:
-  class Impl;
+  class [[gnu::visibility("hidden")]] Impl;
   std::shared_ptr<Impl> impl_;
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

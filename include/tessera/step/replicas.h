@@ -8,6 +8,7 @@
 
 #include "tessera/process_group.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Compares tensors that several ranks must hold with equal bits: parameters under
@@ -24,3 +25,4 @@ std::string check_replicas(const std::vector<std::pair<std::string, at::Tensor>>
                            ProcessGroup group, bool repair = false);
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -4,6 +4,7 @@
 
 #include "tessera/process_group.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// The factor of this rank's loss where ranks have different numbers of samples in a step. The loss
@@ -22,3 +23,4 @@ namespace tessera {
 double sample_weight(ProcessGroup group, int64_t samples);
 
 }  // namespace tessera
+#pragma GCC visibility pop

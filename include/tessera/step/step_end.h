@@ -1,5 +1,6 @@
 #pragma once
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// The end of a step, for end_step() of a wrapper whose gradients travel in a narrow format
@@ -13,3 +14,4 @@ struct StepEnd {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

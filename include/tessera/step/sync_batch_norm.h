@@ -9,6 +9,7 @@
 
 #include "tessera/process_group.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Batch normalisation over the batch of all ranks. Forward and backward compute what one process
@@ -66,3 +67,4 @@ TORCH_MODULE(SyncBatchNorm);
 std::vector<std::string> convert_sync_batch_norm(torch::nn::Module& module, ProcessGroup group);
 
 }  // namespace tessera
+#pragma GCC visibility pop

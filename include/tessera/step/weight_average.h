@@ -5,6 +5,7 @@
 
 #include <torch/types.h>
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 struct WeightAverageOptions {
@@ -55,3 +56,4 @@ class WeightAverage {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -17,6 +17,7 @@
 // docs/config_reference.md lists the keys. All functions are local. Relative paths are relative to
 // the working directory.
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Parameters that are not trained, or not before a step.
@@ -220,3 +221,4 @@ void check_config_world(const Config& config, int world_size);
 std::string config_reference();
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -9,6 +9,7 @@
 // The devices that the config key model.device can name: "cpu" and "cuda" from the start. A program
 // adds another one, whose libtorch extension it has loaded, before it reads a config.
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// One type of device.
@@ -40,3 +41,4 @@ at::Device device_of(const std::string& text, int local_rank);
 at::Generator generator_of(at::Device device);
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -15,6 +15,7 @@
 
 // Checkpoints of a training loop of one's own, in one call each. docs/own_loop.md has a program.
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// What such a loop consists of. The objects must live longer. Local.
@@ -57,3 +58,4 @@ std::string save(const CheckpointStore& store, int64_t step, const LoopParts& pa
 int64_t load(const CheckpointStore& store, const LoopParts& parts);
 
 }  // namespace tessera
+#pragma GCC visibility pop

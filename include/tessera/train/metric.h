@@ -8,6 +8,7 @@
 
 #include "tessera/data/dataset.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// One or several figures over all samples of an evaluation, whatever their batches and ranks. A
@@ -27,3 +28,4 @@ struct Metric {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

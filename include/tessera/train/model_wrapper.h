@@ -21,6 +21,7 @@
 #include "tessera/step/step_end.h"
 #include "tessera/train/trained_model.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 class OptimWrapper;
@@ -233,3 +234,4 @@ struct WrapperPlan {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

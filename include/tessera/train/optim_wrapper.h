@@ -10,9 +10,10 @@
 #include "tessera/step/grad_scaler.h"
 #include "tessera/train/model_wrapper.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 namespace train {
-class TrainingStep;
+class [[gnu::visibility("hidden")]] TrainingStep;
 }
 
 struct OptimWrapperOptions {
@@ -52,7 +53,7 @@ class OptimWrapper {
    private:
     friend class OptimWrapper;
     explicit Scope(OptimWrapper& wrapper);
-    struct State;
+    struct [[gnu::visibility("hidden")]] State;
     std::unique_ptr<State> state_;
   };
   [[nodiscard]] Scope optim_context() { return Scope(*this); }
@@ -91,3 +92,4 @@ class OptimWrapper {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

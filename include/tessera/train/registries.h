@@ -26,6 +26,7 @@
 //     return tessera::train_main(argc, argv);
 //   }
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// The samples of a dataset: for training and, where they exist, for evaluation and test.
@@ -165,3 +166,4 @@ Registry<std::function<std::shared_ptr<RunHook>()>>& hooks();
 
 }  // namespace registry
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// The page of `tessera report`: the records of one or several runs as one HTML file that loads
@@ -13,3 +14,4 @@ namespace tessera {
 std::string html_report(const std::vector<std::string>& runs);
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 class ModelWrapper;
@@ -60,3 +61,4 @@ class RunHook {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -18,6 +18,7 @@
 // A model as the trainer uses it: a module and the functions that call it. Any torch::nn::Module
 // can be used without a change.
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// The model that is trained. Every rank constructs the same one.
@@ -138,3 +139,4 @@ ModelPlan model_plan(OptionReader& options) {
 }
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -12,6 +12,7 @@
 #include "tessera/train.h"
 #include "tessera/train/config.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// What one step did. The same on all ranks that train together.
@@ -86,8 +87,9 @@ class TrainingSession {
   ModelWrapper& wrapper() const;  ///< Local.
 
  private:
-  struct Impl;
+  struct [[gnu::visibility("hidden")]] Impl;
   std::unique_ptr<Impl> impl_;
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

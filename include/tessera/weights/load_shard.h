@@ -5,6 +5,7 @@
 #include "tessera/optim/state_slice.h"
 #include "tessera/weights/tensor_source.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Sets the elements of `shard` to those of tensor `name` of `weights`, and converts dtype and
@@ -20,3 +21,4 @@ void check_equal_shards(const TensorSource& weights, const std::string& first,
                         const std::string& advice);
 
 }  // namespace tessera
+#pragma GCC visibility pop

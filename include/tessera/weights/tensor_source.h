@@ -8,6 +8,7 @@
 
 #include "tessera/detail/safetensors_entry.h"
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// Named tensors on disk, opened for reading: SafetensorsFile, TorchFile, or Weights, which reads
@@ -55,3 +56,4 @@ class TensorSource {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop

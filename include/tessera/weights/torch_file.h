@@ -16,6 +16,7 @@
 // tensors, parameters, storages, dtypes and sizes, and leaves out everything else. All functions
 // are local.
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// A file of torch.save opened for reading, or of torch::save() of C++. The constructor checks the
@@ -48,7 +49,7 @@ class TorchFile : public TensorSource {
                   at::Tensor out) const override;
 
  private:
-  struct Impl;
+  struct [[gnu::visibility("hidden")]] Impl;
   std::unique_ptr<Impl> impl_;
 };
 
@@ -68,7 +69,7 @@ class TorchFileWriter {
   void commit();
 
  private:
-  struct Impl;
+  struct [[gnu::visibility("hidden")]] Impl;
   std::unique_ptr<Impl> impl_;
 };
 
@@ -77,3 +78,4 @@ void save_torch_file(const std::string& path,
                      const std::vector<std::pair<std::string, at::Tensor>>& tensors);
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -9,6 +9,7 @@
 
 // Weights on disk, of any kind that Tessera reads. All functions are local.
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// One rule for names: each match of `pattern` (a regular expression as in JavaScript) becomes
@@ -75,7 +76,7 @@ class Weights : public TensorSource {
   void load_into(const std::string& name, at::Tensor into) const;
 
  private:
-  struct Impl;
+  struct [[gnu::visibility("hidden")]] Impl;
   std::shared_ptr<const Impl> impl_;
 };
 
@@ -83,3 +84,4 @@ class Weights : public TensorSource {
 void check_key_map(const std::vector<NameRule>& rules);
 
 }  // namespace tessera
+#pragma GCC visibility pop

@@ -13,6 +13,7 @@
 // The work of `tessera weights`: weights without a model, one tensor at a time. All functions are
 // local.
 
+#pragma GCC visibility push(default)
 namespace tessera {
 
 /// XXH3 with 128 bits, in hexadecimal digits, of the tensor's elements in row-major order.
@@ -51,3 +52,4 @@ struct TensorDifference {
 std::vector<TensorDifference> compare_weights(const Weights& first, const Weights& second);
 
 }  // namespace tessera
+#pragma GCC visibility pop

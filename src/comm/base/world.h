@@ -6,12 +6,9 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "tessera/detail/communicator.h"
 #include "tessera/process_group.h"
 #include "tessera/wire.h"
-
-namespace tessera::detail {
-class Communicator;
-}
 
 namespace tessera::comm {
 

@@ -45,6 +45,7 @@ void reset_runtime_calls() {
 
 using tessera::cuda::count_launch, tessera::cuda::count_wait, tessera::cuda::library_s;
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
@@ -87,3 +88,4 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* ke
 }
 
 }  // extern "C"
+#pragma GCC visibility pop
