@@ -39,6 +39,17 @@ bool contains(const std::vector<size_t>& list, size_t value) {
   return std::find(list.begin(), list.end(), value) != list.end();
 }
 
+/// Backward produces gradients from the last parameter to the first. Packs that will be made from
+/// the order of arrival begin with one for each gradient.
+Packs first_packs(const std::vector<sharding::NamedTensor>& parameters, std::vector<size_t> members,
+                  bool by_arrival) {
+  std::reverse(members.begin(), members.end());
+  std::vector<at::Tensor> tensors;
+  for (const auto& parameter : parameters) tensors.push_back(parameter.tensor);
+  return sharding::plan_buckets(tensors, members, by_arrival ? 0 : kFirstBucketBytes,
+                                by_arrival ? 0 : kBucketBytes);
+}
+
 }  // namespace
 
 PackedReduction::PackedReduction(std::vector<sharding::NamedTensor> parameters,
@@ -47,7 +58,7 @@ PackedReduction::PackedReduction(std::vector<sharding::NamedTensor> parameters,
   for (auto& group : groups) {
     auto& lane = lanes_.emplace_back(Lane{std::move(group), {}, {}});
     for (const auto i : lane.members) lane_of_[i] = lanes_.size() - 1;
-    lane.packs = first_packs(lane.members);
+    lane.packs = first_packs(parameters_, lane.members, options_.pack);
     lane.channel = 0;
     while (lanes_[lane.channel].group.impl() != lane.group.impl()) ++lane.channel;
     const bool first = &lanes_[lane.channel] == &lane;
@@ -58,20 +69,6 @@ PackedReduction::PackedReduction(std::vector<sharding::NamedTensor> parameters,
   make_reducer();
   if (options_.compare_writes) writes_ = sharding::ForwardWrites(parameters_);
   writes_.restart();
-}
-
-/// Backward produces gradients from the last parameter to the first. Packs that will be made from
-/// the order of arrival begin with one for each gradient.
-Packs PackedReduction::first_packs(std::vector<size_t> members) const {
-  std::reverse(members.begin(), members.end());
-  if (!options_.pack) {
-    std::vector<at::Tensor> tensors;
-    for (const auto& parameter : parameters_) tensors.push_back(parameter.tensor);
-    return sharding::plan_buckets(tensors, members, kFirstBucketBytes, kBucketBytes);
-  }
-  Packs packs;
-  for (const auto i : members) packs.push_back({i});
-  return packs;
 }
 
 void PackedReduction::make_reducer() {

@@ -90,7 +90,6 @@ class PackedReduction : private sharding::ReductionPolicy {
     std::shared_ptr<sharding::GradientWire> wire = nullptr;  // lanes of one channel share it
   };
 
-  Packs first_packs(std::vector<size_t> members) const;
   void make_reducer();
   void notice_cleared();
   std::vector<sharding::Bucket> make_buckets();
