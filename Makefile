@@ -12,7 +12,7 @@ MINUTES ?= 30
 SEED  ?= 1
 
 .PHONY: demo fortran test quick everything build programs dependencies format tidy benchmark sanitizers wheel \
-  apart fuzz network faults operations soak lifetimes check_faults debian13 clean
+  apart fuzz network faults operations soak lifetimes check_faults debian13 clean litmus
 
 # Trains a small GPT-2 on RANKS local ranks with a sharded optimizer.
 demo: programs
@@ -108,6 +108,10 @@ lifetimes: build
 debian13: dependencies
 	CHROOT=$(BUILD)-debian13/root scripts/test_debian13.sh
 	CHROOT=$(BUILD)-debian13/root SUITE=trixie QUICK=1 scripts/test_packages.sh $(BUILD)
+
+# Tries the protocols of docs/liveness.md under C++'s memory model. It is a test of `make test` too.
+litmus:
+	python3 tests/litmus/protocols_test.py .
 
 clean:
 	rm -rf $(BUILD) build-* demo-out benchmark-out

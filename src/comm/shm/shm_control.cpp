@@ -184,9 +184,10 @@ int ShmControl::root_cause(int suspect) const {
   std::set<int> seen;
   while (seen.insert(suspect).second) {
     const auto& block = *members_[suspect].block;
+    // The owner writes `blamed` first.
+    if (block.status.load() != ControlBlock::failed) break;
     const int next = static_cast<int>(block.blamed.load()) - 1;
-    if (block.status.load() != ControlBlock::failed || next < 0 || next == rank_ || next >= size())
-      break;
+    if (next < 0 || next == rank_ || next >= size()) break;
     suspect = next;
   }
   return suspect;
