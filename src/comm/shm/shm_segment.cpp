@@ -19,7 +19,7 @@
 namespace tessera::comm {
 namespace {
 
-// The first page of the file holds the nonce; data starts on the second.
+// The nonce is at the start of the file. Data comes after it, within a page if pages are larger.
 constexpr size_t header_bytes = 4096;
 
 #ifndef MADV_COLLAPSE
