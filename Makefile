@@ -12,7 +12,7 @@ MINUTES ?= 30
 SEED  ?= 1
 
 .PHONY: demo fortran test quick everything build programs dependencies format tidy benchmark sanitizers wheel \
-  apart fuzz network faults operations soak lifetimes check_faults debian13 clean litmus
+  apart fuzz network faults operations soak lifetimes check_faults debian13 clean litmus arm64
 
 # Trains a small GPT-2 on RANKS local ranks with a sharded optimizer.
 demo: programs
@@ -33,7 +33,7 @@ quick: build
 	scripts/run_tests.sh $(BUILD) -L quick
 
 # All tests and all campaigns, for some hours.
-everything: test tidy apart sanitizers fuzz network operations soak lifetimes check_faults debian13
+everything: test tidy apart sanitizers fuzz network operations soak lifetimes check_faults debian13 arm64
 
 build: dependencies
 	cmake --preset release -B $(BUILD) -DTESSERA_BUILD_TESTS=ON -DTESSERA_BUILD_EXAMPLES=ON
@@ -108,6 +108,10 @@ lifetimes: build
 debian13: dependencies
 	CHROOT=$(BUILD)-debian13/root scripts/test_debian13.sh
 	CHROOT=$(BUILD)-debian13/root SUITE=trixie QUICK=1 scripts/test_packages.sh $(BUILD)
+
+# Compiles for aarch64, and runs the quick tests and the demo under qemu: docs/getting.md.
+arm64: dependencies
+	scripts/test_arm64.sh
 
 # Tries the protocols of docs/liveness.md under C++'s memory model. It is a test of `make test` too.
 litmus:

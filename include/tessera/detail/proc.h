@@ -10,8 +10,11 @@
 namespace tessera::detail {
 
 /// /proc/<pid>/stat from its third field on: state, parent …; empty if there is no such process.
+/// Read as the file of the main thread, which has the same: qemu-user answers /proc/<pid>/stat of
+/// the calling process itself, with another start time than its peers see.
 inline std::vector<std::string> process_fields(int pid) {
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  const auto id = std::to_string(pid);
+  std::ifstream file("/proc/" + id + "/task/" + id + "/stat");
   const std::string text((std::istreambuf_iterator<char>(file)), {});
   // The second field is the program's name in parentheses, which may itself contain parentheses.
   const size_t end = text.rfind(')');

@@ -1,0 +1,13 @@
+# Toolchain for aarch64: Debian's cross compiler and the arm64 packages that scripts/test_arm64.sh
+# unpacks in TESSERA_SYSROOT.
+set(CMAKE_SYSTEM_NAME Linux)
+set(CMAKE_SYSTEM_PROCESSOR aarch64)
+set(CMAKE_C_COMPILER aarch64-linux-gnu-gcc)
+set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)
+set(TESSERA_SYSROOT "" CACHE PATH "Folder of unpacked arm64 packages")
+set(CMAKE_SYSROOT ${TESSERA_SYSROOT})
+list(APPEND CMAKE_TRY_COMPILE_PLATFORM_VARIABLES TESSERA_SYSROOT)
+set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)
+set(CMAKE_FIND_ROOT_PATH_MODE_LIBRARY ONLY)
+set(CMAKE_FIND_ROOT_PATH_MODE_INCLUDE ONLY)
+set(CMAKE_FIND_ROOT_PATH_MODE_PACKAGE ONLY)
