@@ -105,13 +105,13 @@ Bench make_bench(int64_t n, bool with_plain) {
     all.push_back({"libtorch's fused kernel",
                    [=] {
                      const at::NoGradGuard no_grad;
-                     tessera::optim::libtorch_fused_adam({{param,
-                                                           param.grad(),
-                                                           state.tensors.at("exp_avg"),
-                                                           state.tensors.at("exp_avg_sq"),
-                                                           {},
-                                                           10}},
-                                                         {1e-3, 0.9, 0.999, 1e-8, 0, false, false});
+                     tessera::optim::list_adam({{param,
+                                                 param.grad(),
+                                                 state.tensors.at("exp_avg"),
+                                                 state.tensors.at("exp_avg_sq"),
+                                                 {},
+                                                 10}},
+                                               {1e-3, 0.9, 0.999, 1e-8, 0, false, false}, true);
                    },
                    {}});
   }

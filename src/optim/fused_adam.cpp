@@ -36,8 +36,8 @@ RangeUpdate prepare_adam(State& state, const at::Tensor& values, const optim::Ad
 
 template <class State, class StateMap, class Gradients>
 void plain_adam(StateMap& states, const Gradients& gradients, const optim::AdamNumbers& n) {
-  // One call of libtorch's kernel takes tensors of the same device, dtype and step count.
-  std::map<std::tuple<int, at::ScalarType, int64_t>, std::vector<optim::AdamTensors>> on_gpu;
+  using Kind = std::tuple<int, at::ScalarType, int64_t>;  // device, dtype, step
+  std::map<Kind, std::vector<optim::AdamTensors>> on_device;
   for (const auto& [param, grad] : gradients) {
     auto& state = optim::state_of<State>(states, param);
     const auto values = param.detach();
@@ -47,15 +47,12 @@ void plain_adam(StateMap& states, const Gradients& gradients, const optim::AdamN
     state.step(state.step() + 1);
     const optim::AdamTensors tensors{
         param, grad, state.exp_avg(), state.exp_avg_sq(), state.max_exp_avg_sq(), state.step()};
-    if (param.is_cuda() && grad.strides() == param.strides() &&
-        grad.scalar_type() == param.scalar_type())
-      on_gpu[{param.device().index(), param.scalar_type(), state.step()}].push_back(tensors);
+    if (optim::is_listed(param, grad))
+      on_device[{param.device().index(), param.scalar_type(), state.step()}].push_back(tensors);
     else optim::plain_adam(tensors, n);
   }
-  for (const auto& [key, tensors] : on_gpu) {
-    if (!optim::libtorch_fused_adam(tensors, n))
-      for (const auto& one : tensors) optim::plain_adam(one, n);
-  }
+  for (const auto& [kind, tensors] : on_device)
+    optim::list_adam(tensors, n, optim::has_list_kernels(tensors.front().param));
 }
 
 }  // namespace

@@ -1,3 +1,7 @@
+#include <map>
+#include <tuple>
+#include <vector>
+
 #include "optim/fused_base.h"
 #include "optim/plain_math.h"
 
@@ -29,14 +33,22 @@ template <>
 void FusedSGD::plain_update(const Gradients& gradients,
                             const torch::optim::OptimizerOptions& options) {
   const auto& o = static_cast<const torch::optim::SGDOptions&>(options);
+  using Kind = std::tuple<int, at::ScalarType, bool>;  // device, dtype, has a buffer
+  std::map<Kind, std::vector<optim::SgdTensors>> on_device;
+  at::Tensor none;
   for (const auto& [param, grad] : gradients) {
-    at::Tensor none;
     auto& buffer =
         o.momentum() != 0
             ? optim::state_of<torch::optim::SGDParamState>(state_, param).momentum_buffer()
             : none;
-    optim::plain_sgd(param, grad, buffer, o);
+    if (buffer.defined()) optim::match_state("momentum_buffer", buffer, param.detach());
+    if (optim::is_listed(param, grad))
+      on_device[{param.device().index(), param.scalar_type(), buffer.defined()}].push_back(
+          {param, grad, &buffer});
+    else optim::plain_sgd(param, grad, buffer, o);
   }
+  for (const auto& [kind, tensors] : on_device)
+    optim::list_sgd(tensors, o, optim::has_list_kernels(tensors.front().param));
 }
 
 template class Fused<torch::optim::SGDOptions, torch::optim::SGDParamState>;

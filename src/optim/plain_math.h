@@ -37,12 +37,25 @@ AdamNumbers adam_numbers(const Options& o) {
 
 void plain_adam(const AdamTensors& tensors, const AdamNumbers& numbers);
 
-/// Calls libtorch's fused kernel for tensors of one device and dtype, all at the same step. Returns
-/// false, without a change, when this libtorch has no such kernel.
-bool libtorch_fused_adam(const std::vector<AdamTensors>& tensors, const AdamNumbers& numbers);
+/// Whether the parameter can be in a list of an accelerator's tensors, which are updated together.
+bool is_listed(const at::Tensor& param, const at::Tensor& grad);
+/// Whether libtorch has kernels for lists of this parameter's device.
+bool has_list_kernels(const at::Tensor& param);
+/// Tensors of one device and dtype, all at the same step: one launch of libtorch's kernel if
+/// `fused`, which must exist, else one launch for each operation.
+void list_adam(const std::vector<AdamTensors>& tensors, const AdamNumbers& numbers, bool fused);
 
 /// `buffer`: the momentum buffer. If it is undefined at a step with momentum, it is created.
 void plain_sgd(const at::Tensor& param, const at::Tensor& grad, at::Tensor& buffer,
                const torch::optim::SGDOptions& options);
+
+/// The tensors of one parameter in a step of SGD. `buffer`: as in plain_sgd().
+struct SgdTensors {
+  at::Tensor param, grad;
+  at::Tensor* buffer;
+};
+/// As list_adam(). Either all buffers are defined or none is.
+void list_sgd(const std::vector<SgdTensors>& tensors, const torch::optim::SGDOptions& options,
+              bool fused);
 
 }  // namespace tessera::optim

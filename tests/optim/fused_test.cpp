@@ -303,22 +303,65 @@ TEST(FusedOptimizer, OtherDtypesUseTensorOperations) {
   EXPECT_TRUE(equal_bits(sgd_ours, sgd_plain));
 }
 
-TEST(FusedOptimizer, LibtorchsFusedKernelAgreesWhereItExists) {
-  const optim::AdamNumbers numbers{1e-2, 0.9, 0.99, 1e-8, 0.1, true, true};
-  const auto tensors = [] {
-    torch::manual_seed(6);
-    optim::AdamTensors t{torch::randn({50}), torch::randn({50}), torch::randn({50}),
-                         torch::rand({50}),  torch::rand({50}),  4};
-    return t;
-  };
-  const auto fused = tensors(), plain = tensors();
-  EXPECT_EQ(optim::libtorch_fused_adam({fused}, numbers), compat::kHasFusedAdam);
-  if (compat::kHasFusedAdam) {
-    optim::plain_adam(plain, numbers);
-    EXPECT_TRUE(at::allclose(fused.param, plain.param, 1e-5, 1e-6));
-    EXPECT_TRUE(at::allclose(fused.max_exp_avg_sq, plain.max_exp_avg_sq));
+/// Two parameters, whose lists and single updates are to agree.
+std::vector<optim::AdamTensors> adam_tensors() {
+  torch::manual_seed(6);
+  std::vector<optim::AdamTensors> all;
+  for (const int64_t n : {50, 3})
+    all.push_back({torch::randn({n}), torch::randn({n}), torch::randn({n}), torch::rand({n}),
+                   torch::rand({n}), 4});
+  return all;
+}
+
+void expect_adam_of_lists(const optim::AdamNumbers& numbers, bool fused) {
+  const auto lists = adam_tensors(), plain = adam_tensors();
+  optim::list_adam(lists, numbers, fused);
+  for (size_t i = 0; i < plain.size(); ++i) {
+    optim::plain_adam(plain[i], numbers);
+    EXPECT_TRUE(at::allclose(lists[i].param, plain[i].param, 1e-5, 1e-6));
+    EXPECT_TRUE(at::allclose(lists[i].exp_avg, plain[i].exp_avg, 1e-5, 1e-6));
+    EXPECT_TRUE(at::allclose(lists[i].max_exp_avg_sq, plain[i].max_exp_avg_sq));
+    EXPECT_TRUE(at::equal(lists[i].grad, plain[i].grad));
   }
 }
+
+void expect_sgd_of_lists(const torch::optim::SGDOptions& options, bool fused) {
+  const auto lists = adam_tensors(), plain = adam_tensors();
+  std::vector<at::Tensor> buffers(2), expected(2);
+  for (int step = 0; step < 3; ++step) {
+    std::vector<optim::SgdTensors> tensors;
+    for (size_t i = 0; i < plain.size(); ++i) {
+      tensors.push_back({lists[i].param, lists[i].grad, &buffers[i]});
+      optim::plain_sgd(plain[i].param, plain[i].grad, expected[i], options);
+    }
+    optim::list_sgd(tensors, options, fused);
+  }
+  for (size_t i = 0; i < plain.size(); ++i) {
+    EXPECT_TRUE(at::allclose(lists[i].param, plain[i].param, 1e-5, 1e-6));
+    EXPECT_EQ(buffers[i].defined(), expected[i].defined());
+    if (expected[i].defined()) EXPECT_TRUE(at::allclose(buffers[i], expected[i], 1e-5, 1e-6));
+    EXPECT_TRUE(at::equal(lists[i].grad, plain[i].grad));
+  }
+}
+
+void expect_updates_of_lists(bool fused) {
+  for (const bool amsgrad : {false, true})
+    for (const bool decoupled : {false, true})
+      for (const double decay : {0.0, 0.1})
+        expect_adam_of_lists({1e-2, 0.9, 0.99, 1e-8, decay, amsgrad, decoupled}, fused);
+  using Options = torch::optim::SGDOptions;
+  for (const double decay : {0.0, 0.1}) {
+    expect_sgd_of_lists(Options(0.1).weight_decay(decay), fused);
+    expect_sgd_of_lists(Options(0.1).weight_decay(decay).momentum(0.9).dampening(0.3), fused);
+    expect_sgd_of_lists(Options(0.1).weight_decay(decay).momentum(0.9).nesterov(true), fused);
+  }
+}
+
+TEST(FusedOptimizer, LibtorchsFusedKernelsAgreeWhereTheyExist) {
+  if (compat::kHasFusedAdam) expect_updates_of_lists(true);
+}
+
+TEST(FusedOptimizer, UpdatesOfListsAgree) { expect_updates_of_lists(false); }
 
 TEST(SumOfSquares, IsAccurateAndDeterministic) {
   torch::manual_seed(7);

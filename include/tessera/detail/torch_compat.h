@@ -133,7 +133,7 @@ void refuse_data(Storage* storage, const std::string& text) {
   }
 }
 
-/// True if libtorch has Adam as one kernel over lists of tensors, on CUDA and on CPUs.
+/// True if libtorch has Adam and SGD as one kernel over lists of tensors, on CUDA and on CPUs.
 inline constexpr bool kHasFusedAdam = TESSERA_TORCH_AT_LEAST(2, 4);
 
 struct FusedAdamLists {
@@ -158,6 +158,17 @@ inline void fused_adam(FusedAdamLists& lists, bool decoupled, double lr, double 
       at::_fused_adam_(l..., lr, beta1, beta2, weight_decay, eps, amsgrad, false);
     });
   }
+#endif
+}
+
+/// One step of SGD, in place. `buffers`: of the momentum, empty without one; undefined values if
+/// `first`. Does nothing unless kHasFusedAdam.
+inline void fused_sgd(const std::vector<at::Tensor>& params, const std::vector<at::Tensor>& grads,
+                      const std::vector<at::Tensor>& buffers, double weight_decay, double momentum,
+                      double lr, double dampening, bool nesterov, bool first) {
+#if TESSERA_TORCH_AT_LEAST(2, 4)
+  at::_fused_sgd_(params, grads, buffers, weight_decay, momentum, lr, dampening, nesterov, false,
+                  first);
 #endif
 }
 

@@ -300,6 +300,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_has_compatible_shallow_copy_type", compatible);
   m.impl("record_stream", record_stream);
   m.impl("resize_", resize_to);
+  // One launch for a list of tensors, as on CUDA.
+  for (const char* name : {"_foreach_zero_", "_foreach_add_.List", "_foreach_add_.Scalar",
+                           "_foreach_mul_.Scalar", "_foreach_div_.Scalar", "_foreach_sqrt_",
+                           "_foreach_addcmul_.Scalar", "_foreach_addcdiv_.Scalar"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   // libtorch composes these of others on unknown devices, which gives other bits than on the CPU.
   m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("native_group_norm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
