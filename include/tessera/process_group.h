@@ -104,6 +104,14 @@ struct ProcessGroupOptions {
   /// and those of its backend.
   at::DeviceType staged_device = at::kCPU;
 
+  /// Take sums on a device in the order of CPU tensors (see ProcessGroup) and not in that of the
+  /// device's backend. That is an all_to_all and a local sum: results depend on neither the backend
+  /// nor the number of its channels, and have the bits of a CPU group. It needs memory for the
+  /// received parts, and on several hosts more bytes between them. All ranks must have the same
+  /// value: the first collective on a device throws UsageError otherwise. No effect on CPU tensors
+  /// and with staged_device, whose sums always have this order.
+  bool deterministic = false;
+
   /// Tune the whole process for training: keep freed memory in it (glibc: M_MMAP_MAX = 0,
   /// M_TRIM_THRESHOLD = max) and serve libtorch's CPU tensors from malloc, so that a freed block
   /// fits the next tensor of its size. Otherwise freed memory goes back to the system in every
@@ -124,7 +132,10 @@ struct ProcessGroupOptions {
 /// only moves. Sums need a floating-point or integral dtype. They are taken by a binary tree
 /// over aligned blocks of ranks, (x0 + x1) + (x2 + x3), element by element, whatever the transport,
 /// so results are bit-identical across transports and algorithms. Half and bfloat16 are summed and
-/// scaled in float32 and rounded once, so a mean is in range where all values are.
+/// scaled in float32 and rounded once, so a mean is in range where all values are. The exception
+/// are tensors of a device with a backend of its own (NCCL): it adds in its own order and rounds
+/// each step to the tensor's dtype, unless ProcessGroupOptions::deterministic. 16-bit values are
+/// scaled before they are added there, so a mean is in range too. All ranks get the same bits.
 ///
 /// Errors of every collective member:
 ///   UsageError        the caller's mistake. When ranks disagree, all of them throw before data

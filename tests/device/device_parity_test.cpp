@@ -192,6 +192,15 @@ const auto kMixed = [](auto& options) {
   options.mixed_precision.param_dtype = at::kBFloat16;
   options.mixed_precision.reduce_dtype = at::kFloat;
 };
+/// Whole parameters in bfloat16 on each rank, and float32 ones that the optimizer updates.
+const auto kMixedReplicas = [](auto& options) {
+  kMixed(options);
+  kReplicas(options);
+};
+const auto kMixedShardGradOp = [](auto& options) {
+  kMixed(options);
+  kShardGradOp(options);
+};
 /// Values are converted on their way in both directions.
 const auto kOffloadMixed = [](auto& options) {
   kOffload(options);
@@ -227,6 +236,10 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"fsdp_accumulation", fsdp(kDefaults, kAccumulate)},
         Case{"fsdp_clip", fsdp(kDefaults, kClip), false},
         Case{"fsdp_mixed_precision", fsdp(kMixed), true, kWaits, kWorlds, kSixteenBits},
+        Case{"fsdp_mixed_precision_replicas", fsdp(kMixedReplicas), true, kWaits, kWorlds,
+             kSixteenBits},
+        Case{"fsdp_mixed_precision_shard_grad_op", fsdp(kMixedShardGradOp), true, kWaits, kWorlds,
+             kSixteenBits},
         Case{"fsdp_hybrid", fsdp(kHybrid), true, kWaits, {2, 4}},
         Case{"fsdp_hybrid_accumulation", fsdp(kHybrid, kAccumulate), true, kWaits, {2, 4}},
         // The host waits at the end of each backward that reduces.

@@ -146,6 +146,15 @@ inline void expect_parity_of_rank(const Case& test_case, Groups& groups, bool ch
     const auto staged = test_case.train(groups.staged(options), own_device(groups));
     compare(host.parameters, staged.parameters, test_case);
   }
+  // Two ranks' sums have one order.
+  if (checks && has_kernels_of_cpu() && groups.size() > 2) {
+    const auto native = test_case.train(groups.native(options), own_device(groups));
+    constexpr double kUsual = 1e-4, kSumsAlone = 1e-6;
+    const double most = test_case.tolerance > kUsual ? test_case.tolerance : kSumsAlone;
+    for (size_t i = 0; i < host.parameters.size(); ++i)
+      expect(host.parameters[i].allclose(native.parameters[i], most, most / 10),
+             "with sums by the backend, the values of parameter " + std::to_string(i));
+  }
   const auto there = test_case.train(groups.device(options), own_device(groups));
   std::string reasons;
   for (const auto& reason : stats().wait_reasons) reasons += " " + reason;

@@ -182,5 +182,49 @@ TEST(SimulatedDevice, AProcessWhoseDeviceCannotBeFreedEnds) {
   EXPECT_THAT(text, HasSubstr("so this process ends"));
 }
 
+/// Which collectives the backend runs for one of ours, and the kernels beside them.
+TEST(SimulatedDevice, ASumOfTheBackendIsOneCollectiveAndNoKernel) {
+  on_device::expect_success(3, [](Groups& groups) {
+    for (const bool deterministic : {false, true}) {
+      ProcessGroupOptions options;
+      options.deterministic = deterministic;
+      auto group = groups.native(options);
+      const auto x = torch::rand({60}, at::TensorOptions(device())), sum = x.clone();
+      group.all_reduce(sum);  // connects
+      const auto count = [&](const char* what, uint64_t calls, uint64_t kernels,
+                             const std::function<void()>& collective) {
+        on_device::reset_stats();
+        const auto before = backend_calls();
+        collective();
+        const auto made = backend_calls() - before;
+        expect(made == calls && on_device::stats().kernels == kernels,
+               std::string(what) + ": " + std::to_string(made) + " calls, " +
+                   std::to_string(on_device::stats().kernels) + " kernels");
+        expect(on_device::stats().host_waits == 0, "no wait");
+      };
+      auto into = x.narrow(0, 0, 20).clone();
+      count("all_reduce", deterministic ? 2 : 1, deterministic ? 3 : 0,
+            [&] { group.all_reduce(sum, 1.0 / 3); });
+      count("reduce_scatter", 1, deterministic ? 3 : 0, [&] {
+        group.reduce_scatter_into_async(x, {20, 20, 20}, into, 1.0 / 3).wait();
+      });
+      count("all_gather", 1, 0, [&] { group.all_gather(x, {20, 20, 20}); });
+      count("uneven all_gather", 3, 0, [&] { group.all_gather(x, {20, 30, 10}); });
+    }
+  });
+}
+
+/// Otherwise tests of the order of sums could not fail.
+TEST(SimulatedDevice, ItsBackendAddsInAnotherOrderThanTheCpu) {
+  on_device::expect_success(3, [](Groups& groups) {
+    torch::manual_seed(groups.rank());
+    const auto x = torch::rand({1000}), y = x.to(device());
+    auto cpu = groups.cpu(), native = groups.native();
+    cpu.all_reduce(x);
+    native.all_reduce(y);
+    expect(!y.cpu().equal(x) && y.cpu().allclose(x, 1e-6), "other bits");
+  });
+}
+
 }  // namespace
 }  // namespace tessera::sim

@@ -13,7 +13,8 @@ namespace tessera::comm {
 struct World;
 
 /// How the ranks of a group move tensors of an accelerator: through a c10d backend. It is needed
-/// for broadcast() and all_to_all of flat tensors, and it never gets a CPU tensor.
+/// for broadcasts, sums, all_to_all and gathers of flat tensors, and it never gets a CPU tensor.
+/// Its reduce() leaves the tensors of the other ranks as they are.
 struct DeviceBackend {
   at::DeviceType type;
   std::string name;  ///< For backend_name() and messages.

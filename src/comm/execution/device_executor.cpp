@@ -1,4 +1,5 @@
 // Collectives on tensors of an accelerator.
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -58,6 +59,8 @@ class DeviceExecutor : public Executor {
   void meet(Transport& control, const at::Device& device);
   /// Throws UsageError on all ranks if two of a host have the same device.
   void check_devices(Transport& control, const at::Device& device) const;
+  /// Throws UsageError on all ranks if they take sums in different ways, which would hang.
+  void check_order_of_sums(Transport& control) const;
   /// These ranks do not run any more, so the device may wait for them, and the host for the device.
   /// Ends the group and the device's collectives, or else the process. None: the store is silent.
   void lose(const std::vector<int>& lost);
@@ -139,6 +142,7 @@ Headers DeviceExecutor::compare_now(const Call& call) {
 
 void DeviceExecutor::meet(Transport& control, const at::Device& device) {
   check_devices(control, device);
+  check_order_of_sums(control);
   const auto& world = host_.world();
   liveness_ = std::make_unique<Liveness>(
       c10::make_intrusive<c10d::PrefixStore>("on_device/", world.store), world.rank, world.size, 1,
@@ -163,6 +167,20 @@ void DeviceExecutor::check_devices(Transport& control, const at::Device& device)
       "number), no more ranks on a host than it has devices, or another backend (auto), which "
       "copies through the host's memory (seen on rank {}, {})",
       same->first, same->second, type, transport.name(), type, world.rank, device.str()));
+}
+
+void DeviceExecutor::check_order_of_sums(Transport& control) const {
+  const auto& world = host_.world();
+  auto all = at::zeros({world.size}, at::kByte);
+  auto* const fixed = reinterpret_cast<uint8_t*>(data_of(all));
+  fixed[world.rank] = world.options.deterministic ? 1 : 0;
+  control.all_gather(all, std::vector<int64_t>(world.size, 1));
+  const auto other = std::find_if(fixed, fixed + world.size, [&](auto x) { return x != fixed[0]; });
+  if (other == fixed + world.size) return;
+  throw UsageError(fmt::format(
+      "ProcessGroup: deterministic is {} on rank 0 and {} on rank {}; expected the same on every "
+      "rank (seen on rank {})",
+      fixed[0] != 0, *other != 0, other - fixed, world.rank));
 }
 
 void DeviceExecutor::lose(const std::vector<int>& lost) {

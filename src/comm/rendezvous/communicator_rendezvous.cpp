@@ -81,10 +81,10 @@ std::string described(const ProcessGroupOptions& options) {
   constexpr const char* kBackends[] = {"Auto", "SharedMemory", "Gloo", "NCCL", "MPI", "TCP"};
   return fmt::format(
       "version is {}\nbackend is {}\ntimeout is {} ms\ncheck_collectives is {}\n"
-      "check_results is {}\nstaged_device is {}\n",
+      "check_results is {}\nstaged_device is {}\ndeterministic is {}\n",
       TESSERA_VERSION, kBackends[static_cast<int>(options.backend)], options.timeout.count(),
       options.check_collectives, options.check_results,
-      c10::DeviceTypeName(options.staged_device, true));
+      c10::DeviceTypeName(options.staged_device, true), options.deterministic);
 }
 
 /// Throws on every rank the same error, which names the first rank that differs from rank 0.

@@ -56,7 +56,8 @@ std::string config_reference() {
   const std::vector<std::string> model_keys{"type", "init", "seed", "deferred", "device"};
   const std::vector<std::string> data_keys{"type",   "order",          "seed",
                                            "uneven", "loader_threads", "prefetch"};
-  const std::vector<std::string> parallel_keys{"type", "backend", "timeout", "check_results"};
+  const std::vector<std::string> parallel_keys{"type", "backend", "timeout", "check_results",
+                                               "deterministic"};
   std::string text =
       "# Reference of the config\n\nAll keys of all sections and of the library's components, as "
       "printed by `tessera train\n--config-reference`. [config.md](config.md) explains how they "

@@ -187,6 +187,8 @@ void read_parallel_keys(OptionReader& keys, ParallelConfig& parallel) {
   parallel.group.timeout = std::chrono::milliseconds(std::llround(seconds * 1000));
   keys.read("check_results", parallel.group.check_results,
             "verify the result of each collective; for debugging, much slower");
+  keys.read("deterministic", parallel.group.deterministic,
+            "on devices with NCCL: sums in the order of the CPU's, with its bits; slower");
   read_local_sgd(keys, parallel.local_sgd);
 }
 

@@ -52,8 +52,15 @@ std::string read_all(int pipe) {
 
 }  // namespace
 
-ProcessGroup Groups::cpu(ProcessGroupOptions options) { return make(nullptr, options); }
+ProcessGroup Groups::cpu(ProcessGroupOptions options) {
+  options.deterministic |= has_kernels_of_cpu();  // for a group that is made of it
+  return make(nullptr, options);
+}
 ProcessGroup Groups::device(ProcessGroupOptions options) {
+  options.deterministic |= has_kernels_of_cpu();
+  return native(options);
+}
+ProcessGroup Groups::native(ProcessGroupOptions options) {
   return make(world_ > 1 ? backend(false) : nullptr, options);
 }
 ProcessGroup Groups::staged(ProcessGroupOptions options) {

@@ -16,9 +16,12 @@ class Groups {
  public:
   Groups(int rank, int world, std::string folder) : rank_(rank), world_(world), folder_(folder) {}
   int rank() const { return rank_; }
-  /// For CPU tensors, and for tensors on the device that is current.
+  int size() const { return world_; }
+  /// For CPU tensors, and for tensors on the device that is current: with the sums of CPU tensors
+  /// where the device has the CPU's kernels, otherwise, as in native(), with those of the backend.
   ProcessGroup cpu(ProcessGroupOptions options = {});
   ProcessGroup device(ProcessGroupOptions options = {});
+  ProcessGroup native(ProcessGroupOptions options = {});
   /// The same without a backend for the device.
   ProcessGroup staged(ProcessGroupOptions options = {});
   /// With this backend for the device.

@@ -20,6 +20,8 @@
 namespace tessera::sim {
 namespace {
 
+std::atomic<uint64_t> calls = 0;
+
 class SimWork : public c10d::Work {
  public:
   SimWork(c10::Event end, int device) : end_(std::move(end)), device_(device) {}
@@ -92,7 +94,80 @@ class SimBackend : public compat::C10dBackend {
     });
   }
 
+  c10::intrusive_ptr<c10d::Work> allreduce(
+      std::vector<at::Tensor>& tensors,
+      const c10d::AllreduceOptions& options = c10d::AllreduceOptions()) override {
+    check(tensors.at(0));
+    const auto flat = kernel_view(tensors[0]);
+    return enqueue([sum = ring_sum(flat, options.reduceOp), flat](comm::Transport& wire) {
+      const auto result = sum(wire);
+      flat.copy_(result);
+    });
+  }
+
+  c10::intrusive_ptr<c10d::Work> reduce(
+      std::vector<at::Tensor>& tensors,
+      const c10d::ReduceOptions& options = c10d::ReduceOptions()) override {
+    check(tensors.at(0));
+    const auto flat = kernel_view(tensors[0]);
+    const bool here = options.rootRank == getRank();
+    return enqueue([sum = ring_sum(flat, options.reduceOp), flat, here](comm::Transport& wire) {
+      const auto result = sum(wire);
+      if (here) flat.copy_(result);
+    });
+  }
+
+  c10::intrusive_ptr<c10d::Work> _allgather_base(
+      at::Tensor& output, at::Tensor& input,
+      const c10d::AllgatherOptions& = c10d::AllgatherOptions()) override {
+    check(output);
+    check(input);
+    TORCH_CHECK(output.numel() == input.numel() * getSize(), "sim: sizes of an all-gather");
+    const auto to = kernel_view(output), from = kernel_view(input);
+    return enqueue([to, from, rank = getRank(), size = getSize()](comm::Transport& wire) {
+      to.narrow(0, rank * from.numel(), from.numel()).copy_(from);
+      wire.all_gather(to, comm::Counts(size, from.numel()));
+    });
+  }
+
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
+      at::Tensor& output, at::Tensor& input,
+      const c10d::ReduceScatterOptions& options = c10d::ReduceScatterOptions()) override {
+    check(output);
+    check(input);
+    TORCH_CHECK(input.numel() == output.numel() * getSize(), "sim: sizes of a reduce-scatter");
+    const auto to = kernel_view(output), from = kernel_view(input);
+    return enqueue(
+        [sum = ring_sum(from, options.reduceOp), to, rank = getRank()](comm::Transport& wire) {
+          to.copy_(sum(wire).narrow(0, rank * to.numel(), to.numel()));
+        });
+  }
+
  private:
+  /// Computes the sum or mean of all ranks' `flat` as NCCL's ring does: the values of segment p are
+  /// added from rank p + 1 on, in the dtype of `flat`.
+  std::function<at::Tensor(comm::Transport&)> ring_sum(const at::Tensor& flat,
+                                                       const c10d::ReduceOp& operation) const {
+    const bool mean = operation == c10d::ReduceOp::AVG;
+    TORCH_CHECK(mean || operation == c10d::ReduceOp::SUM, "sim: expected a sum or a mean");
+    return [flat, mean, rank = getRank(), size = getSize()](comm::Transport& wire) {
+      const int64_t numel = flat.numel();
+      auto rows = at::empty({size, numel}, flat.options());
+      rows[rank].copy_(flat);
+      wire.all_gather(rows.view({-1}), comm::Counts(size, numel));
+      if (mean) rows.mul_(1.0 / size);
+      const auto counts = comm::even_counts(numel, size);
+      auto sum = at::empty_like(flat);
+      for (int p = 0; p < size; ++p) {
+        auto part = comm::segment_of(sum, counts, p);
+        part.copy_(comm::segment_of(rows[(p + 1) % size], counts, p));
+        for (int step = 2; step <= size; ++step)
+          part.add_(comm::segment_of(rows[(p + step) % size], counts, p));
+      }
+      return sum;
+    };
+  }
+
   static std::unique_ptr<comm::Transport> connect_on_cpu(comm::World world) {
     world.device = nullptr;
     return comm::make_transport(world);
@@ -104,6 +179,7 @@ class SimBackend : public compat::C10dBackend {
   }
 
   c10::intrusive_ptr<c10d::Work> enqueue(std::function<void(comm::Transport&)> collective) {
+    ++calls;
     c10::Event before(kType), end(kType);
     before.record(current_stream(device_));
     before.block(stream_);
@@ -119,6 +195,8 @@ class SimBackend : public compat::C10dBackend {
 };
 
 }  // namespace
+
+uint64_t backend_calls() { return calls; }
 
 std::shared_ptr<const comm::DeviceBackend> device_backend(bool exclusive, bool can_abort) {
   const auto connect = [](const comm::World& world) -> c10::intrusive_ptr<compat::C10dBackend> {

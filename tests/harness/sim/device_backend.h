@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <memory>
 
 #include "comm/base/device_backend.h"
@@ -13,5 +14,8 @@ namespace tessera::sim {
 /// `can_abort` is false.
 std::shared_ptr<const comm::DeviceBackend> device_backend(bool exclusive = false,
                                                           bool can_abort = true);
+
+/// How many collectives this process's backends have begun.
+uint64_t backend_calls();
 
 }  // namespace tessera::sim
