@@ -80,6 +80,9 @@ struct FullyShardedDataParallelOptions {
   MixedPrecision mixed_precision = {};
   /// Keeps shards, gradients and optimizer state on the CPU. No effect for a model on the CPU.
   bool cpu_offload = false;
+  /// Where the model runs, on a device of this rank. Parameters move there unit by unit, deferred
+  /// ones too, and buffers: see "Memory" in docs/gpu.md. Unset: where the parameters are.
+  std::optional<at::Device> device = {};
   /// Copies the parameters and buffers of rank 0 to all ranks at construction.
   bool sync_module_states = true;
   /// How buffers become the same on all ranks at the end of each backward that reduces.
@@ -127,7 +130,6 @@ class ForwardScope {
   explicit ForwardScope(fsdp::ShardedModule& sharded);
   ~ForwardScope();
   ForwardScope(const ForwardScope&) = delete;
-
   void end();
   /// The result of `forward`, which ends in this scope.
   template <class Forward>
@@ -150,7 +152,6 @@ class ForwardScope {
  private:
   /// Throws a UsageError instead of `error` if an option of the wrapper has caused it.
   void explain(const c10::Error& error) const;
-
   fsdp::ShardedModule& sharded_;
   bool ended_ = false;
 };
@@ -185,7 +186,6 @@ class FullParams {
 class FullyShardedDataParallelBase : public Joinable {
  public:
   using Options = FullyShardedDataParallelOptions;
-
   FullyShardedDataParallelBase(FullyShardedDataParallelBase&&) = default;
   FullyShardedDataParallelBase& operator=(FullyShardedDataParallelBase&&) = default;
 

@@ -10,6 +10,7 @@
 #include "harness/sim/sim.h"
 #include "tessera/activation_checkpoint.h"
 #include "tessera/detail/device_generator.h"
+#include "tessera/fully_sharded_data_parallel.h"
 #include "tessera/optim.h"
 #include "tessera/zero_redundancy_optimizer.h"
 
@@ -103,6 +104,30 @@ TEST(DeviceMemory, ReductionsOfShardedGradientsRunBesideComputation) {
         },
         1);
   }
+}
+
+/// A model of the CPU that FullyShardedDataParallel puts on the device.
+TEST(DeviceMemory, ADeviceNeverHasTheWholeModel) {
+  expect_success(
+      3,
+      [](Groups& groups) {
+        constexpr int kBlocks = 12, kSize = 64;
+        constexpr int64_t kBlock = bytes_of_block(kSize);
+        auto group = groups.device();
+        Tower net(kBlocks, kSize);
+        FullyShardedDataParallelOptions options;
+        options.wrap_policy = wrap_by_type<BlockImpl>();
+        options.device = device();
+        sim::reset_stats();
+        const auto before = sim::stats().bytes;
+        FullyShardedDataParallel fsdp(net, group, options);
+        constexpr int64_t kRounding = 1024;
+        const auto kept = kBlocks * (kBlock / group.size() + kRounding);  // of the allocator
+        const auto peak = sim::stats().peak_bytes - before;
+        expect(peak <= kept + 2 * kBlock, std::to_string(peak) + " bytes at the peak, not " +
+                                              std::to_string(kept + 2 * kBlock));
+      },
+      1);
 }
 
 /// Its gradients come once for each use, because each use is differentiated by itself.

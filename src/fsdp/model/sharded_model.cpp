@@ -16,13 +16,13 @@
 #include "comm/group/divergence_scope.h"
 #include "comm/group/process_group_impl.h"
 #include "deferred/contents.h"
+#include "fsdp/model/options.h"
 #include "fsdp/model/unit_plan.h"
 #include "sharding/bucket.h"
 #include "sharding/detection/detection.h"
 #include "sharding/gradients/gradient_wire.h"
 #include "sharding/module_buffers.h"
 #include "sharding/shared_memory_of.h"
-#include "tessera/config/option_reader.h"
 #include "tessera/error.h"
 #include "tessera/memory/deferred_init.h"
 #include "tessera/optim/optimizer_state_dict.h"
@@ -141,7 +141,7 @@ FlatParameter make_flat(ShardedModel& model, std::vector<size_t> members, at::Sc
   flat.index = model.flats.size();
   flat.unit = model.units.size();
   const auto dtype = first.scalar_type();
-  flat.device = first.device();
+  flat.device = options.device.value_or(first.device());
   flat.trainable = first.requires_grad();
   flat.compute.dtype = compute;
   flat.idle.dtype = dtype;
@@ -202,34 +202,6 @@ void warn_of_ignored(const torch::nn::Module& module, const UnitPlan& plan, int 
         kName, fmt::join(names, ", "));
 }
 
-std::string option_text(const FullyShardedDataParallelOptions& options) {
-  const auto name = [](const std::optional<at::ScalarType>& dtype) {
-    return dtype ? c10::toString(*dtype) : "unchanged";
-  };
-  return fmt::format(
-      "options: strategy {}, partition {}, group of {}, resident_bytes {}, prefetch {} "
-      "and {}, dtypes {}, {}, {}, full in eval {}, wire: {}",
-      static_cast<int>(options.sharding_strategy), partition_name(options.partition),
-      options.shard_group_size, options.resident_bytes, static_cast<int>(options.backward_prefetch),
-      static_cast<int>(options.overlap), name(options.mixed_precision.param_dtype),
-      name(options.mixed_precision.reduce_dtype), name(options.mixed_precision.buffer_dtype),
-      options.mixed_precision.full_precision_in_eval, to_string(options.wire));
-}
-
-void check_options(const FullyShardedDataParallelOptions& options, int rank) {
-  check_option(fmt::format("{}: rank {}", kName, rank), "resident_bytes", options.resident_bytes,
-               kNotNegative);
-  const auto check = [&](const char* name, const std::optional<at::ScalarType>& dtype) {
-    if (dtype && !at::isFloatingType(*dtype))
-      throw UsageError(fmt::format(
-          "{}: rank {}: option mixed_precision.{} is {}; expected a floating-point dtype", kName,
-          rank, name, c10::toString(*dtype)));
-  };
-  check("param_dtype", options.mixed_precision.param_dtype);
-  check("reduce_dtype", options.mixed_precision.reduce_dtype);
-  check("buffer_dtype", options.mixed_precision.buffer_dtype);
-}
-
 /// Makes the shard groups, and the groups of ranks at the same position of each shard group.
 void split_world(ShardedModel& model, ProcessGroup group,
                  const FullyShardedDataParallelOptions& options) {
@@ -282,34 +254,44 @@ void check_contract(const torch::nn::Module& module, const UnitPlan& plan, Proce
   group.check_contract(kName, contract);
 }
 
+/// What is not sharded has its values and is on `device`, if that is set.
+void settle(at::Tensor tensor, const std::optional<at::Device>& device, const ProcessGroup& group) {
+  comm::run_local_work(group, kName, [&] {
+    materialize(tensor);
+    if (device && tensor.device() != *device) tensor.set_data(tensor.detach().to(*device));
+  });
+}
+
 /// The buffers are whole on every rank.
-void share_buffers(torch::nn::Module& module, ProcessGroup& group, bool from_rank0) {
+void share_buffers(torch::nn::Module& module, ProcessGroup& group,
+                   const std::optional<at::Device>& device, bool from_rank0) {
   std::vector<at::Tensor> tensors;
   for (const auto& buffer : module.buffers()) {
     if (!buffer.defined()) continue;
-    comm::run_local_work(group, kName, [&] { materialize(buffer); });
+    settle(buffer, device, group);
     tensors.push_back(buffer);
   }
   if (from_rank0) group.broadcast(tensors, 0);
 }
 
 /// An ignored parameter keeps its memory.
-void materialize_ignored(const torch::nn::Module& module, const UnitPlan& plan,
-                         const ProcessGroup& group) {
+void settle_ignored(const torch::nn::Module& module, const UnitPlan& plan,
+                    const std::optional<at::Device>& device, const ProcessGroup& group) {
   std::set<const void*> sharded;
   for (const auto& parameter : plan.parameters)
     sharded.insert(parameter.tensor.unsafeGetTensorImpl());
   for (const auto& parameter : module.parameters()) {
     if (sharded.count(parameter.unsafeGetTensorImpl())) continue;
-    comm::run_local_work(group, kName, [&] { materialize(parameter); });
+    settle(parameter, device, group);
   }
 }
 
 }  // namespace
 
 ShardedModel build_sharded_model(torch::nn::Module& module, ProcessGroup group,
-                                 const FullyShardedDataParallelOptions& options) {
+                                 const FullyShardedDataParallelOptions& given) {
   at::NoGradGuard no_grad;
+  auto options = given;
   check_options(options, group.rank());
   auto plan = plan_units(module, options.wrap_policy, options.ignored_states);
   sharding::check_parameters(kName, plan.parameters, 0, group.rank());
@@ -319,6 +301,7 @@ ShardedModel build_sharded_model(torch::nn::Module& module, ProcessGroup group,
     sharding::require_detection(fmt::format("{}: rank {}", kName, group.rank()),
                                 "a process without that library");
     sharding::check_wire_dtypes(kName, group.rank(), options.wire, plan.parameters);
+    options.device = chosen_device(options, group);
     model.wrapped =
         sharding::WrappedParameters(kName, group.rank(), sharding::Use::shards, plan.parameters);
     sharding::Page::check_orphan_writes(plan.parameters);
@@ -330,8 +313,8 @@ ShardedModel build_sharded_model(torch::nn::Module& module, ProcessGroup group,
           kName, group.rank(), plan.parameters[index].name, holder));
   });
   check_contract(module, plan, group, options);
-  materialize_ignored(module, plan, group);
-  share_buffers(module, group, options.sync_module_states);
+  settle_ignored(module, plan, options.device, group);
+  share_buffers(module, group, options.device, options.sync_module_states);
   for (const auto& buffer : module.buffers())
     if (buffer.defined() && buffer.is_floating_point())
       model.buffers.push_back({buffer, buffer.scalar_type()});
