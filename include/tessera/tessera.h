@@ -56,6 +56,7 @@
 #include "tessera/step/weight_average.h"
 #include "tessera/train.h"
 #include "tessera/train/config.h"
+#include "tessera/train/devices.h"
 #include "tessera/train/loop_checkpoint.h"
 #include "tessera/train/metric.h"
 #include "tessera/train/model_wrapper.h"

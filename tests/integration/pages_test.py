@@ -88,6 +88,39 @@ class OwnLoop(Page):
         self.assertIn(f"going on from step {int(newest[5:])}", self.sh(f"tessera run -n 2 own_loop {int(newest[5:]) + 1}"))
 
 
+class Gpu(Page):
+    def test_the_program_gives_the_same_weights_on_a_device(self):
+        """On the simulated device, whose name is sim."""
+        self.read("gpu.md")
+        self.whole("gpu_loop.cpp")
+        there, here, differences = (line.replace("gpu_loop cuda", f"{BUILD}/bin/gpu_loop_sim sim") for line in self.blocks("sh")[0].splitlines())
+        losses = {}
+        for command in (there, here, there.replace("-n 2", "-n 3"), there.replace("-n 2", "-n 1"), here):
+            losses[command] = [float(loss) for loss in LOSS.findall(self.sh(command))]
+            self.assertEqual(len(losses[command]), 5)
+        for one, other in zip(losses[there], losses[here]):
+            self.assertAlmostEqual(one, other, delta=1e-3 * other)
+        self.sh(there)
+        self.assertRegex(self.sh(differences), r"0 of 4 tensors differ")
+        self.assertIn("expected: gpu_loop DEVICE", self.sh("tessera run -n 2 gpu_loop cuda", fails=True))
+        self.assertIn("sees no CUDA device", self.sh("gpu_loop cuda x.safetensors", fails=True))
+
+    def test_its_errors_are_those_of_the_sources(self):
+        self.read("gpu.md")
+        table = self.page.split("## Errors and what they mean")[1].split("\n## ")[0]
+        sources = ""
+        for folder in ("src", "cmake"):
+            for path in (SOURCE / folder).rglob("*.c*"):
+                sources += re.sub(r'"\n\s*"', "", path.read_text())
+        messages = re.findall(r"(?m)^\| `(.*?)`", table)
+        self.assertGreater(len(messages), 7)
+        for message in set(messages) - {"message", "CUDA out of memory"}:
+            for part in re.split(r"…|\b(?:false|true|cuda|CUDA|\d+)\b|\(it has", message):
+                self.assertIn(part.strip(), sources, message)
+        variables = set(re.findall(r"`(TORCH_NCCL_\w+)`", self.page))
+        self.assertEqual(variables, set(re.findall(r'"(TORCH_NCCL_\w+)"', sources)))
+
+
 class Session(Page):
     def test_a_solver_trains_on_any_number_of_ranks(self):
         begun, resumed, _, alone = self.follow("session.md")
