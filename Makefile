@@ -12,7 +12,7 @@ MINUTES ?= 30
 SEED  ?= 1
 
 .PHONY: demo fortran test quick everything build programs dependencies format tidy benchmark sanitizers wheel \
-  apart fuzz network faults operations soak lifetimes check_faults debian13 clean litmus arm64
+  apart fuzz network faults operations soak lifetimes check_faults debian13 clean litmus arm64 cuda_compiles streams
 
 # Trains a small GPT-2 on RANKS local ranks with a sharded optimizer.
 demo: programs
@@ -33,7 +33,7 @@ quick: build
 	scripts/run_tests.sh $(BUILD) -L quick
 
 # All tests and all campaigns, for some hours.
-everything: test tidy apart sanitizers fuzz network operations soak lifetimes check_faults debian13 arm64
+everything: test tidy apart sanitizers fuzz network operations soak lifetimes check_faults debian13 arm64 cuda_compiles streams
 
 build: dependencies
 	cmake --preset release -B $(BUILD) -DTESSERA_BUILD_TESTS=ON -DTESSERA_BUILD_EXAMPLES=ON
@@ -74,6 +74,14 @@ sanitizers: dependencies
 # Builds and tests the same sources against the newest PyTorch of PyPI.
 wheel: dependencies
 	scripts/test_with_wheel.sh
+
+# Compiles what needs CUDA against the headers of a wheel with CUDA; says why where there is none.
+cuda_compiles:
+	scripts/check_cuda_compiles.sh $(TORCH) || [ $$? -eq 77 ]
+
+# Removes each wait, event and record of use of a device's streams, one at a time: tests must notice.
+streams: build
+	python3 scripts/mutate_streams.py $(BUILD)
 
 # Trains SEEDS random models in random ways and compares with plain libtorch: docs/fuzzing.md.
 fuzz: build

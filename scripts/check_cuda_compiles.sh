@@ -3,8 +3,9 @@
 #
 #     scripts/check_cuda_compiles.sh [TORCH]
 #
-# TORCH  the torch folder of a PyTorch wheel with CUDA. Default: that of $TESSERA_TORCH, else of
-#        python3. The headers of CUDA and NCCL are those of the wheel's packages, else the system's.
+# TORCH  the torch folder of a PyTorch wheel with CUDA. Default: $TESSERA_TORCH, else that of `make
+#        wheel`, else that of python3. The headers of CUDA and NCCL are those of the wheel's
+#        packages, else the system's.
 #
 # Ends with status 77 and says why where something is missing.
 set -euo pipefail
@@ -29,6 +30,9 @@ first_with() {  # FILE FOLDER…: the first folder that has the file
 }
 
 torch=${1:-${TESSERA_TORCH:-}}
+for folder in build-wheel/venv/lib/python3*/site-packages/torch; do
+  [ -n "$torch" ] || [ ! -e "$folder/lib/libtorch_cuda.so" ] || torch=$folder
+done
 if [ -z "$torch" ]; then
   torch=$(python3 -c 'import torch; print(torch.__path__[0])' 2>/dev/null) ||
     skip "python3 has no torch, and TESSERA_TORCH is not set"
