@@ -51,7 +51,8 @@ struct Points : Dataset {
   explicit Points(const Options& chosen) : options(chosen) {}
   int64_t size() const override { return 100'000; }
   std::string describe() const override { return "points"; }
-  __attribute__((noinline)) Batch get(const std::vector<int64_t>& samples) const override {
+  [[gnu::noinline, gnu::visibility("default")]] Batch get(
+      const std::vector<int64_t>& samples) const override {
     const bool mine = hangs_on(options.rank);
     for (const auto sample : samples)
       while (mine && sample == options.sample) sleep_for_seconds(1);
