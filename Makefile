@@ -12,7 +12,8 @@ MINUTES ?= 30
 SEED  ?= 1
 
 .PHONY: demo fortran test quick everything build programs dependencies format tidy benchmark sanitizers wheel \
-  apart fuzz network faults operations soak lifetimes check_faults debian13 clean litmus arm64 cuda_compiles streams
+  apart cuda_compiles streams fuzz network faults operations soak lifetimes check_faults debian13 arm64 \
+  abi litmus clean
 
 # Trains a small GPT-2 on RANKS local ranks with a sharded optimizer.
 demo: programs
@@ -33,7 +34,8 @@ quick: build
 	scripts/run_tests.sh $(BUILD) -L quick
 
 # All tests and all campaigns, for some hours.
-everything: test tidy apart sanitizers fuzz network operations soak lifetimes check_faults debian13 arm64 cuda_compiles streams
+everything: test tidy apart sanitizers cuda_compiles streams fuzz network operations soak lifetimes \
+  check_faults debian13 arm64 abi
 
 build: dependencies
 	cmake --preset release -B $(BUILD) -DTESSERA_BUILD_TESTS=ON -DTESSERA_BUILD_EXAMPLES=ON
@@ -62,6 +64,10 @@ tidy: dependencies
 apart: dependencies
 	cmake --preset dev
 	cmake --build build-dev -j $(JOBS)
+
+# Compares the ABI of libtessera with that of the last tag v*, or with FROM=COMMIT.
+abi: dependencies
+	scripts/check_abi.sh $(filter-out 0,$(FROM))
 
 # Compares with PyTorch on this machine: prints tables of ratios, writes benchmark-out/*.json.
 benchmark: dependencies

@@ -13,7 +13,8 @@ case "${1:-tests}" in
   build) ;;
   tests)
     packages+=(
-      libgtest-dev libgmock-dev libbenchmark-dev python3 python3-torch python3-numpy iproute2
+      libgtest-dev libgmock-dev libbenchmark-dev abigail-tools
+      python3 python3-torch python3-numpy iproute2
       libopenmpi-dev openmpi-bin libmpich-dev mpich gfortran
     )
     # Other versions format and find other things. Debian 13 does not have them.
