@@ -25,11 +25,9 @@ add_compile_definitions(XXH_NAMESPACE=tessera_)  # its functions are in src/comm
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   add_compile_options(-fno-semantic-interposition)
 endif()
-# Processors of other architectures have instructions for a * b + c that round once. Sums and updates
-# have the bits of x86-64's, which rounds twice.
-if(NOT CMAKE_SYSTEM_PROCESSOR STREQUAL "x86_64")
-  add_compile_options(-ffp-contract=off)
-endif()
+# Sums and updates have the same bits on all processors: a * b + c is rounded twice, also by those that
+# have an instruction for it.
+add_compile_options(-ffp-contract=off)
 
 if(TESSERA_SANITIZE)
   # -O1 halves the compile time and leaves readable stacks.
