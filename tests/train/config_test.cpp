@@ -191,7 +191,7 @@ TEST_F(ConfigTest, ReadsEverySection) {
       "scheduler: {type: warmup_cosine, warmup_steps: 10, min_lr: 1e-5}\n"
       "parallel: {type: ZeroRedundancyOptimizer, partition: first_fit, parameters_as_bucket_view: "
       "false, backend: "
-      "gloo, timeout: 1.5}\n"
+      "gloo, timeout: 1.5, deterministic: true}\n"
       "train: {steps: 100, global_batch: 6, log: l.jsonl, save: null, clip_grad_norm: 1.0, "
       "eval_every: 5,\n"
       "  sample: {length: 9, prompt: Hi, temperature: 0}}\n");
@@ -211,6 +211,7 @@ TEST_F(ConfigTest, ReadsEverySection) {
   EXPECT_EQ(config.value("parallel.parameters_as_bucket_view"), "false");
   EXPECT_EQ(config.parallel.group.backend, Backend::Gloo);
   EXPECT_EQ(config.parallel.group.timeout.count(), 1500);
+  EXPECT_TRUE(config.parallel.group.deterministic);
   EXPECT_TRUE(config.parallel.group.tune_process);
   EXPECT_EQ(config.train.log, "l.jsonl");
   EXPECT_EQ(config.train.save, "");
