@@ -63,6 +63,7 @@
 #include "tessera/train/optim_wrapper.h"
 #include "tessera/train/registries.h"
 #include "tessera/train/run_hook.h"
+#include "tessera/train/train_step.h"
 #include "tessera/train/trained_model.h"
 #include "tessera/train/training_session.h"
 #include "tessera/version.h"

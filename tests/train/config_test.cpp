@@ -238,8 +238,8 @@ TEST_F(ConfigTest, ErrorsNameFileLineKeyAndNearest) {
   EXPECT_EQ(error(base() + "paralel: {type: none}\n"),
             "c.yaml:5: paralel: unknown key; did you mean \"parallel\"?");
   EXPECT_EQ(error(base() + "zzzzzzzz: 1\n"),
-            "c.yaml:5: zzzzzzzz: unknown key; known: model, data, optimizer, scheduler, parallel, "
-            "train, checkpoint, data_preprocessor, metrics, hooks");
+            "c.yaml:5: zzzzzzzz: unknown key; known: model, models, data, optimizer, scheduler, "
+            "parallel, train, checkpoint, train_step, data_preprocessor, metrics, hooks");
 }
 
 TEST_F(ConfigTest, AnOptionOfAnotherOptimizerNamesIt) {

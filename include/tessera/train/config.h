@@ -11,6 +11,7 @@
 #include "tessera/process_group.h"
 #include "tessera/step/grad_scaler.h"
 #include "tessera/train/registries.h"
+#include "tessera/train/train_step.h"
 #include "tessera/weights/weights.h"
 
 // The config of `tessera train`, from YAML files and `key=value` arguments, as plain structs.
@@ -172,20 +173,8 @@ struct OptimizerInit {
   std::string key;   ///< of the state's dict; see TorchOptimizerStateFile
 };
 
-struct Config {
-  ModelConfig model;
-  DataConfig data;
-  LossFunction loss;          ///< empty: the model's own
-  Preprocessor preprocessor;  ///< empty: none
-  std::vector<Metric> metrics;
-  OptimizerPlan optimizer;
-  OptimizerInit optimizer_init;
-  LrSchedule scheduler;
-  ParallelConfig parallel;
-  RunConfig train;
-  CheckpointConfig checkpoint;
-  std::vector<std::function<std::shared_ptr<RunHook>()>> hooks;
-
+/// Where the values of a config come from.
+struct ConfigSource {
   /// "file.yaml:12: data.path: ", the beginning of a message about a key; without the line for a
   /// key that was not given.
   std::string at(const std::string& key) const;
@@ -195,9 +184,42 @@ struct Config {
   /// those that differ from their defaults.
   std::string dump(bool full) const;
 
+  /// "models.NAME.", what keys of this model begin with; empty: the whole config.
+  std::string prefix() const { return name.empty() ? "" : "models." + name + "."; }
+
+  std::string name;  ///< of this model in section `models`; empty: the whole config
   std::string file;
   std::map<std::string, std::string> where;  ///< dotted key to "file.yaml:12" or "command line"
   std::shared_ptr<const OptionRecord> options;
+};
+
+/// The sections that each model has. Of an entry of `models`, at() takes "model.type" and says
+/// "models.NAME.model.type".
+struct ModelSections : ConfigSource {
+  ModelConfig model;
+  OptimizerPlan optimizer;
+  OptimizerInit optimizer_init;
+  LrSchedule scheduler;
+  ParallelConfig parallel;
+  RunConfig train;  ///< of an entry: clipping, precision, ema and the files are its own
+};
+
+struct Config : ModelSections {
+  /// The models that are trained: the entries of section `models`, or this config as the only one.
+  std::vector<const ModelSections*> trained() const;
+  /// Whether there are losses of evaluations: not with a train_step that has none.
+  bool evaluates() const { return models.empty() || train_step.evaluate; }
+
+  /// With several, the members of ModelSections have what all of them share: model.device,
+  /// model.seed, parallel.group, and train without the keys of single models.
+  std::vector<ModelSections> models;
+  TrainStep train_step;  ///< with `models`
+  DataConfig data;
+  LossFunction loss;          ///< empty: the model's own
+  Preprocessor preprocessor;  ///< empty: none
+  std::vector<Metric> metrics;
+  CheckpointConfig checkpoint;
+  std::vector<std::function<std::shared_ptr<RunHook>()>> hooks;
 };
 
 /// Reads `file` with its bases, applies `overrides` ("dotted.key=YAML value") in order and checks

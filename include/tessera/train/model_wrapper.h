@@ -80,9 +80,14 @@ class ModelWrapper {
   /// The batch after the preprocessor, for training. UsageError for a parameter that was frozen at
   /// construction and is trainable now. Local.
   Batch prepared(const Batch& batch) const;
-  /// The mean loss over this rank's batch, which is prepared, with its graph, computed through the
-  /// wrapper's own forward. Records the figures.
-  virtual at::Tensor forward(const Batch& batch) = 0;
+  /// Runs `function`, which uses the module, as the wrapper's forward. Returns its result, with its
+  /// graph unless gradients are off.
+  virtual at::Tensor call(const std::function<at::Tensor()>& function) { return function(); }
+  /// The mean loss over this rank's batch, which is prepared, with its graph, computed through
+  /// call(). Records the figures.
+  at::Tensor forward(const Batch& batch);
+  /// The batch in the dtype that the module computes with. Used within call(). Local.
+  virtual Batch cast(Batch batch) const { return batch; }
   /// One iteration of `optimizer`: prepared(), forward, backward and update. Returns
   /// ParsedLosses::values of this rank's batch: the total as "loss", then the other figures.
   std::vector<std::pair<std::string, at::Tensor>> train_step(const Batch& batch,
@@ -183,14 +188,8 @@ class ModelWrapper {
   virtual MemoryUse formula(const MemoryUse& unsharded) const { return unsharded; }
 
  protected:
-  /// Runs `function`, which uses the module, outside training.
-  virtual void run(const std::function<void()>& function) { function(); }
-  /// The batch in the dtype that the module computes with. Called while the module runs. Local.
-  virtual Batch cast(Batch batch) const { return batch; }
   /// Adds the buffers to `replicas`, if they are to be the same on all ranks. Local.
   void add_buffers(std::vector<std::pair<std::string, at::Tensor>>& replicas) const;
-  /// The sum of the model's losses; forward() calls it. Local.
-  at::Tensor compute_loss(const Batch& batch);
 
   TrainedModel model_;
   ProcessGroup group_;

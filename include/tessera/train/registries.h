@@ -15,6 +15,7 @@
 #include "tessera/train/metric.h"
 #include "tessera/train/model_wrapper.h"
 #include "tessera/train/run_hook.h"
+#include "tessera/train/train_step.h"
 #include "tessera/train/trained_model.h"
 #include "tessera/wrap_policy.h"
 
@@ -152,6 +153,19 @@ class LossFunctions : public Registry<LossFunction> {
   }
 };
 
+/// Train steps of several models: a TrainStep, or a function (StepModels&, const Batch&) that is
+/// TrainStep::train.
+class TrainSteps : public Registry<TrainStep> {
+ public:
+  using Registry::add;
+  using Registry::Registry;
+  template <class Function>
+  requires std::is_invocable_r_v<Losses, Function, StepModels&, const Batch&>
+  void add(const std::string& name, Function train, const std::string& doc = "") {
+    add_plan(name, TrainStep{.train = std::move(train)}, doc);
+  }
+};
+
 Models& models();
 Datasets& datasets();
 LossFunctions& losses();
@@ -162,6 +176,7 @@ Registry<WrapperPlan>& parallel();
 WrapPolicyRegistry& wrap_policies();
 Registry<CommHookPlan>& comm_hooks();
 Registry<Metric>& metrics();
+TrainSteps& train_steps();
 Registry<std::function<std::shared_ptr<RunHook>()>>& hooks();
 
 }  // namespace registry

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -28,7 +29,9 @@ struct RunState {
   double lr = 0;
   /// Named figures of the last step or evaluation, as means over the ranks.
   std::vector<std::pair<std::string, double>> figures;
-  ModelWrapper* model = nullptr;
+  ModelWrapper* model = nullptr;  ///< of several models, all as one
+  /// By name. The only model of a run has the name "".
+  std::map<std::string, ModelWrapper*> models = {};
   bool stop = false;  ///< set to true on all ranks to end the run after this step
 };
 

@@ -36,6 +36,10 @@ Registry<CommHookPlan>& comm_hooks() {
 
 Registry<Metric>& metrics() { return filled<Registry<Metric>>("metric", train::add_metrics); }
 
+TrainSteps& train_steps() {
+  return filled<TrainSteps>("train step", [](TrainSteps&) {});  // each is a program's own
+}
+
 OptimizerRegistry& optimizers() {
   static auto& registry = *new OptimizerRegistry(default_optimizers());
   return registry;

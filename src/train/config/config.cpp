@@ -52,12 +52,20 @@ std::string train::dotted(const std::vector<std::string>& path) {
   return text;
 }
 
-std::string Config::at(const std::string& key) const {
-  const auto found = where.find(key);
-  return (found == where.end() ? file : found->second) + ": " + key + ": ";
+std::string ConfigSource::at(const std::string& key) const {
+  const std::string full = prefix() + key;
+  const auto found = where.find(full);
+  return (found == where.end() ? file : found->second) + ": " + full + ": ";
 }
 
-std::string Config::value(const std::string& key) const {
+std::vector<const ModelSections*> Config::trained() const {
+  std::vector<const ModelSections*> all;
+  for (const auto& each : models) all.push_back(&each);
+  if (all.empty()) all.push_back(this);
+  return all;
+}
+
+std::string ConfigSource::value(const std::string& key) const {
   for (const auto& option : *options) {
     if (train::dotted(option.path) == key) {
       const std::string text = to_yaml(option.value);
@@ -68,7 +76,7 @@ std::string Config::value(const std::string& key) const {
   throw UsageError("Config: no option " + key);
 }
 
-std::string Config::dump(bool full) const {
+std::string ConfigSource::dump(bool full) const {
   ConfigNode root;
   root.kind = ConfigNode::Kind::Map;
   for (const auto& option : *options) {
@@ -94,6 +102,7 @@ Config config_of(ConfigNode root, const std::string& file,
   OptionReader keys(&root, {}, file, record);
   train::read_config(keys, config);
   config.options = record;
+  for (auto& model : config.models) model.options = record;
   return config;
 }
 
@@ -120,19 +129,24 @@ void check_config_files(const Config& config) {
                        "; expected a readable file");
   };
   for (const auto& [key, path] : config.data.plan.files) check(key, path);
-  if (!config.model.init.empty()) check("model.init", config.model.init);
-  if (!config.optimizer_init.path.empty()) check("optimizer.init", config.optimizer_init.path);
+  for (const ModelSections* own : config.trained()) {
+    if (!own->model.init.empty()) check(own->prefix() + "model.init", own->model.init);
+    if (!own->optimizer_init.path.empty())
+      check(own->prefix() + "optimizer.init", own->optimizer_init.path);
+  }
   if (!config.checkpoint.from.empty()) check("checkpoint.from", config.checkpoint.from);
 }
 
 void check_config_world(const Config& config, int world_size) {
   // Groups of one rank train by themselves; larger ones are refused when they are made.
-  if (world_size > 1 && !config.parallel.plan.distributed && !config.parallel.local_sgd)
-    throw UsageError(
-        config.at("parallel.type") + config.parallel.type + ", but the world has " +
-        std::to_string(world_size) +
-        " ranks, and each would train a model of its own; expected one rank, or one of " +
-        wrappers_other_than(config.parallel.type));
+  for (const ModelSections* own : config.trained()) {
+    const std::string& type = own->parallel.type;
+    if (world_size > 1 && !own->parallel.plan.distributed && !config.parallel.local_sgd)
+      throw UsageError(
+          own->at("parallel.type") + type + ", but the world has " + std::to_string(world_size) +
+          " ranks, and each would train a model of its own; expected one rank, or one of " +
+          wrappers_other_than(type));
+  }
   const int64_t batch = config.train.global_batch;
   if (batch % world_size != 0 && config.data.uneven == "error")
     throw UsageError(config.at("train.global_batch") + std::to_string(batch) +

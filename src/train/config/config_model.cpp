@@ -39,7 +39,7 @@ void read_freeze(OptionReader& keys, std::vector<FreezeRule>& rules) {
     if (item.kind == ConfigNode::Kind::Scalar) return rules.push_back({{item.text}, 0});
     if (item.kind != ConfigNode::Kind::Map)
       fail_at(item, keys.full("freeze"), item.describe() + "; expected " + expected);
-    OptionReader rule(&item, {"model", "freeze"}, keys.where());
+    OptionReader rule(&item, {keys.full("freeze")}, keys.where());
     FreezeRule read;
     rule.require("patterns", "names of parameters");
     rule.read("patterns", read.patterns, "names of parameters");

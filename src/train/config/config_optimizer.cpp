@@ -32,7 +32,7 @@ void read_custom_keys(OptionReader& keys, const OptimizerPlan& optimizer,
       keys.take("custom_keys", "a map of name parts, each with lr_mult, decay_mult or options",
                 "settings of parameters whose names contain the key; the longest key wins");
   if (node == nullptr || node->kind == Kind::Null) return;
-  const std::vector<std::string> path{"optimizer", "paramwise", "custom_keys"};
+  const std::vector<std::string> path{keys.full("custom_keys")};
   OptionReader each(node, path, keys.where());
   for (const auto& name : each.unread()) {
     const OptionReader inner = each.map(name);
@@ -88,9 +88,9 @@ void describe_optimizer(OptionReader& keys) {
   keys.finish();
 }
 
-void read_optimizer(OptionReader& keys, Config& config) {
-  const ParallelConfig& parallel = config.parallel;
-  OptimizerPlan& optimizer = config.optimizer;
+void read_optimizer(OptionReader& keys, ModelSections& own) {
+  const ParallelConfig& parallel = own.parallel;
+  OptimizerPlan& optimizer = own.optimizer;
   const OptimizerRegistry& registry = registry::optimizers();
   optimizer.type = parallel.plan.optimizer_type;
   if (optimizer.type.empty()) keys.require("type", "the name of an optimizer");
@@ -107,7 +107,7 @@ void read_optimizer(OptionReader& keys, Config& config) {
         "type",
         "LBFGS evaluates the loss several times per step, but the trainer does once; expected "
         "another optimizer");
-  read_init(keys, config.optimizer_init);
+  read_init(keys, own.optimizer_init);
   OptionReader paramwise = keys.map("paramwise");
   registry.read(optimizer.type, keys);
   for (const auto& [name, value] : keys.values())

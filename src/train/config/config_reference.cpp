@@ -50,6 +50,24 @@ std::string section(const std::string& title, const std::string& text) {
   return "\n## " + title + "\n\n" + text;
 }
 
+std::string models_section() {
+  const auto read_own = [](OptionReader& keys) {
+    RunConfig run;
+    train::read_step(keys, run);
+    train::read_ema(keys, run.ema);
+  };
+  return section(
+             "models",
+             "In place of `model`, `optimizer` and `scheduler`: a map in which each key is the "
+             "name of a model.\nIts value has the sections `model`, `optimizer`, `scheduler` and "
+             "`parallel`\n(without the keys of the run), as above, and `train` with:\n\n" +
+                 table(OptionReader::describe(read_own))) +
+         section("train_step",
+                 "`type` and its options: what the program has added to "
+                 "`registry::train_steps()`.\n") +
+         components(registry::train_steps(), {"type"});
+}
+
 }  // namespace
 
 std::string config_reference() {
@@ -89,6 +107,7 @@ std::string config_reference() {
                     RunConfig run;
                     train::read_train(keys, Config{}, run);
                   })));
+  text += models_section();
   text += section("metrics", "A list of types, or of maps with the options of that type and:\n\n" +
                                  table(OptionReader::describe(train::describe_metric))) +
           components(registry::metrics(), {"type", "prefix"});

@@ -39,12 +39,11 @@ void read_data(OptionReader& keys, const Config& config, DataConfig& data) {
     keys.accept_rest();
     return keys.finish();
   }
-  const DataContext context{config.model.plan.vocab_size,
-                            config.at("model.vocab_size"),
-                            config.model.plan.max_length,
-                            config.model.plan.classes,
-                            data.order,
-                            data.seed};
+  const ModelSections& first = *config.trained().front();
+  const ModelPlan& plan = first.model.plan;
+  const DataContext context{plan.vocab_size, first.at("model.vocab_size"),
+                            plan.max_length, plan.classes,
+                            data.order,      data.seed};
   data.plan = registry::datasets().read(data.type, keys, context);
 }
 
@@ -63,12 +62,6 @@ void read_hooks(OptionReader& keys, Config& config) {
     if (type.empty()) hook.finish();
     config.hooks.push_back(registry::hooks().read(type, hook));
   }
-}
-
-LrSchedule read_scheduler(OptionReader& keys) {
-  std::string type = "none";
-  keys.read_choice("type", type, registry::schedulers().names(), "how the learning rate changes");
-  return registry::schedulers().read(type, keys);
 }
 
 /// Errors of a metric begin with its place in the config.
@@ -118,6 +111,11 @@ void read_metrics(OptionReader& keys, std::vector<Metric>& metrics) {
 
 /// Reads the top-level keys that are not sections.
 void read_components(OptionReader& keys, Config& config) {
+  if (keys.given("train_step"))
+    config.train_step =
+        read_component(registry::train_steps(), keys, "train_step", "",
+                       "how several models are trained: a component of the program");
+  else keys.map("train_step");  // null is none
   config.loss = read_loss(keys);
   config.preprocessor = read_component(registry::preprocessors(), keys, "data_preprocessor", "none",
                                        "preprocessing of a batch before the model gets it");
@@ -169,9 +167,13 @@ void read_local_sgd(OptionReader& keys, std::optional<LocalSgdConfig>& local_sgd
   local_sgd = read;
 }
 
-void read_parallel_keys(OptionReader& keys, ParallelConfig& parallel) {
+void read_wrapper_type(OptionReader& keys, ParallelConfig& parallel) {
   keys.read_choice("type", parallel.type, registry::parallel().names(),
                    "how the ranks share the work");
+}
+
+void read_parallel_keys(OptionReader& keys, ParallelConfig& parallel) {
+  read_wrapper_type(keys, parallel);
   keys.read_enum(
       "backend", parallel.group.backend,
       {{"auto", Backend::Auto},
@@ -253,24 +255,46 @@ void check_rankings(const Config& config) {
 
 }  // namespace
 
+void read_wrapper(OptionReader& keys, ParallelConfig& parallel) {
+  read_wrapper_type(keys, parallel);
+  parallel.plan = registry::parallel().read(parallel.type, keys);
+}
+
+LrSchedule read_scheduler(OptionReader& keys) {
+  std::string type = "none";
+  keys.read_choice("type", type, registry::schedulers().names(), "how the learning rate changes");
+  return registry::schedulers().read(type, keys);
+}
+
 void read_config(OptionReader& keys, Config& config) {
-  keys.require("model", "a map: which model to train");
+  const bool several = keys.given("models");
+  if (several) refuse_beside_models(keys);
+  else keys.require("model", "a map: which model to train");
+  if (!several && keys.given("train_step"))
+    keys.fail("train_step", "trains several models; expected models in place of model");
   const bool datasets = keys.has("data");  // without, the samples come from a program
-  if (!keys.has("parallel")) keys.require("optimizer", "a map: the optimizer and its options");
+  if (!several && !keys.has("parallel"))
+    keys.require("optimizer", "a map: the optimizer and its options");
   if (datasets) keys.require("train", "a map: steps, global_batch and outputs");
-  OptionReader model = keys.map("model"), data = keys.map("data"),
+  OptionReader model = keys.map("model"), models = keys.map("models"), data = keys.map("data"),
                optimizer = keys.map("optimizer"), scheduler = keys.map("scheduler"),
                parallel = keys.map("parallel"), run = keys.map("train"),
                checkpoint = keys.map("checkpoint");
   read_components(keys, config);
   keys.finish();
-  read_model(model, config.model);
-  if (datasets) read_data(data, config, config.data);
+  if (!several) read_model(model, config.model);
   read_parallel(parallel, config.parallel);
-  read_optimizer(optimizer, config);
-  config.scheduler = read_scheduler(scheduler);
+  if (several) read_models(models, config);
+  if (datasets) read_data(data, config, config.data);
+  if (!several) {
+    read_optimizer(optimizer, config);
+    config.scheduler = read_scheduler(scheduler);
+  } else {
+    refuse_train_beside_models(run);
+  }
   read_train(run, config, config.train);
   read_checkpoint(checkpoint, config.checkpoint);
+  finish_models(config);
   check_nonfinite(config);
   check_rankings(config);
   check_local_sgd(config);

@@ -75,7 +75,7 @@ void read_loss_scale(OptionReader& keys, GradScalerOptions& scaler) {
   if (node == nullptr || node->kind == Kind::Null) return;
   scaler.enabled = true;
   if (node->kind == Kind::Map) {
-    OptionReader inner(node, {"train", "loss_scale"}, keys.where());
+    OptionReader inner(node, {keys.full("loss_scale")}, keys.where());
     scaler.read(inner);
     inner.finish();
     return;
@@ -124,11 +124,11 @@ void read_clipping(OptionReader& keys, RunConfig& run) {
   read_norm_type(keys, run.clip_norm_type);
   keys.read("clip_grad_value", run.clip_grad_value,
             "largest absolute value of an element of the gradient", kPositive);
-  keys.read("error_if_nonfinite", run.error_if_nonfinite,
-            "a norm of the gradient that is infinite or NaN ends the run before the update");
 }
 
 void read_nonfinite(OptionReader& keys, RunConfig& run) {
+  keys.read("error_if_nonfinite", run.error_if_nonfinite,
+            "a norm of the gradient that is infinite or NaN ends the run before the update");
   keys.read_choice("on_nonfinite", run.on_nonfinite, {"stop", "skip", "rollback"},
                    "after a loss or a gradient that is not finite: stop ends the run, skip leaves "
                    "the step out, rollback goes back to the last checkpoint and leaves it out");
@@ -178,16 +178,24 @@ void read_ranking(OptionReader& keys, Ranking& ranking) {
                  "which values are better");
 }
 
+void read_step(OptionReader& keys, RunConfig& run) {
+  read_clipping(keys, run);
+  read_amp(keys, run);
+}
+
+void read_ema(OptionReader& keys, EmaConfig& ema) {
+  OptionReader inner = keys.map("ema");
+  inner.read("decay", ema.decay,
+             "decay of the weights' moving average, which is evaluated and saved instead of them; "
+             "null: none",
+             kProbability);
+  inner.read("warmup", ema.warmup, "smaller decay in the first steps");
+  inner.finish();
+}
+
 namespace {
 
-void read_averaging(OptionReader& keys, RunConfig& run) {
-  OptionReader ema = keys.map("ema");
-  ema.read("decay", run.ema.decay,
-           "decay of the weights' moving average, which is evaluated and saved instead of them; "
-           "null: none",
-           kProbability);
-  ema.read("warmup", run.ema.warmup, "smaller decay in the first steps");
-  ema.finish();
+void read_early_stop(OptionReader& keys, RunConfig& run) {
   OptionReader stop = keys.map("early_stop");
   stop.read("patience", run.early_stop.patience,
             "evaluations without an improvement after which the run ends; 0: never", kNotNegative);
@@ -240,8 +248,13 @@ void read_train(OptionReader& keys, const Config& config, RunConfig& run) {
   keys.read("epochs", run.epochs,
             "passes over the training data, instead of steps; 0: steps is used", kNotNegative);
   keys.read("global_batch", run.global_batch, "samples per step over all ranks", kAtLeastOne);
-  keys.read("accumulation", run.accumulation,
-            "micro-batches into which a rank splits its samples of a step", kAtLeastOne);
+  const bool several = !config.models.empty();  // then these keys are theirs
+  if (!several) {
+    keys.read("accumulation", run.accumulation,
+              "micro-batches into which a rank splits its samples of a step", kAtLeastOne);
+    read_step(keys, run);
+    read_ema(keys, run.ema);
+  }
   keys.read_path("log", run.log, "file for JSON lines, one per step");
   keys.read("log_every", run.log_every,
             "steps per printed line; 0, which is the default without a section data: nothing is "
@@ -264,16 +277,14 @@ void read_train(OptionReader& keys, const Config& config, RunConfig& run) {
             kNotNegative);
   keys.read("eval_batch", run.eval.batch, "samples of a rank in one forward of an evaluation",
             kAtLeastOne);
-  read_clipping(keys, run);
   read_nonfinite(keys, run);
   read_replicas(keys, run);
   read_watchdog(keys, run.watchdog);
-  read_amp(keys, run);
-  read_averaging(keys, run);
+  read_early_stop(keys, run);
   OptionReader sample = keys.map("sample");
   if (keys.describing()) read_sample(sample, config, run.sample);
   keys.finish();
-  read_sample(std::move(sample), config, run.sample);
+  if (!several) read_sample(std::move(sample), config, run.sample);
   check_counts(keys, run);
   if (run.save_config && run.save.empty())
     keys.fail("save_config", "true, but train.save names no file to put it beside");

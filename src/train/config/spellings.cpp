@@ -63,7 +63,7 @@ struct Hint {
 constexpr Hint kForeignKeys[] = {
     {"optim_wrapper",
      "optimizer; its accumulative_counts is train.accumulation, its clip_grad train.clip_grad_norm,"
-     " and AmpOptimWrapper is train.autocast with train.loss_scale"},
+     " AmpOptimWrapper is train.autocast with train.loss_scale, and OptimWrapperDict is models"},
     {"param_scheduler", "scheduler; several are {type: chained, schedules: […]}"},
     {"val_evaluator", "metrics"},
     {"test_evaluator", "metrics"},
@@ -92,6 +92,7 @@ constexpr Hint kForeignKeys[] = {
 /// Names of their components. One that the program has registered is its own.
 constexpr Hint kForeignTypes[] = {
     {"OptimWrapper", "the optimizer itself"},
+    {"OptimWrapperDict", "section models, with an optimizer for each"},
     {"AmpOptimWrapper", "the optimizer itself, with train.autocast and train.loss_scale"},
     {"ConstantLR", "linear with equal factors"},
     {"LinearLR", "linear"},
@@ -131,8 +132,9 @@ void refuse_keys(const ConfigNode& root) {
 
 void refuse_type(const ConfigNode& node, const std::string& path) {
   const std::string& type = node.text;
-  if (path == "optimizer.type" && !registry::optimizers().contains(type) &&
-      registry::parallel().contains(type))
+  const std::string end = "optimizer.type";
+  const bool optimizer = path == end || path.ends_with("." + end);
+  if (optimizer && !registry::optimizers().contains(type) && registry::parallel().contains(type))
     fail_at(node, path,
             type + " wraps an optimizer; expected parallel.type: " + type +
                 ", and here the type of the optimizer, such as AdamW");
@@ -178,12 +180,9 @@ void rename(ConfigNode& parallel, const Spelling& spelling) {
   }
 }
 
-}  // namespace
-
-void use_own_spellings(ConfigNode& root) {
-  refuse_keys(root);
-  refuse_types(root, "", "");
-  ConfigNode* section = root.find("parallel");
+/// In section `parallel` of `owner`; `path` begins the messages.
+void use_own_spellings_of_wrapper(ConfigNode& owner, const std::string& path) {
+  ConfigNode* section = owner.find("parallel");
   const ConfigNode* type = section == nullptr ? nullptr : section->find("type");
   if (type == nullptr) return;
   ConfigNode& parallel = *section;
@@ -203,7 +202,18 @@ void use_own_spellings(ConfigNode& root) {
   }
   for (const auto& each : kRefused)
     if (const auto* node = wrapper == each.type ? parallel.find(each.key) : nullptr)
-      fail_at(*node, std::string("parallel.") + each.key, each.other);
+      fail_at(*node, path + "parallel." + each.key, each.other);
+}
+
+}  // namespace
+
+void use_own_spellings(ConfigNode& root) {
+  refuse_keys(root);
+  refuse_types(root, "", "");
+  use_own_spellings_of_wrapper(root, "");
+  if (ConfigNode* models = root.find("models"))
+    for (auto& [name, model] : models->members)
+      use_own_spellings_of_wrapper(model, "models." + name + ".");
 }
 
 }  // namespace tessera::train

@@ -62,11 +62,11 @@ std::vector<at::Tensor> take_from(std::vector<StateSlice>& slices, const std::st
   std::vector<at::Tensor> taken;
   for (auto& slice : slices) {
     const auto found = slice.state.tensors.find(name);
-    if (found == slice.state.tensors.end()) continue;
-    taken.push_back(found->second);
-    slice.state.tensors.erase(found);
+    const bool has = found != slice.state.tensors.end();
+    taken.push_back(has ? found->second : at::Tensor());
+    if (has) slice.state.tensors.erase(found);
   }
-  return taken.size() == slices.size() ? taken : std::vector<at::Tensor>();
+  return taken;
 }
 
 at::Tensor in_form_of(const at::Tensor& own, const at::Tensor& saved, const StateSlice& slice) {

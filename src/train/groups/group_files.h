@@ -36,8 +36,8 @@ void load_buffers(const Checkpoint& checkpoint, int group, torch::nn::Module& mo
 
 // Averages.
 
-/// Removes the tensors `name` from the states of all slices and returns them, in their order; none
-/// if a slice has none.
+/// Removes the tensors `name` from the states of all slices and returns them, one for each slice;
+/// undefined: the slice has none.
 std::vector<at::Tensor> take_from(std::vector<StateSlice>& slices, const std::string& name);
 /// `saved`, taken from `slice`, in the form of `own`. Older checkpoints state no strides and have
 /// whole tensors row by row.

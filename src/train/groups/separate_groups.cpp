@@ -99,10 +99,11 @@ SeparateGroups::SeparateGroups(const Config& config, const ProcessGroup& all)
     firsts.insert(std::stoi(first));
   count_ = static_cast<int>(firsts.size());
   number_ = static_cast<int>(std::distance(firsts.begin(), firsts.find(own)));
-  if (inner_.size() > 1 && !config.parallel.plan.distributed)
-    throw UsageError(
-        fmt::format("{}{} with {}; expected groups of one rank, or another parallel.type",
-                    config.at("parallel.type"), config.parallel.type, describe()));
+  for (const ModelSections* model : config.trained())
+    if (inner_.size() > 1 && !model->parallel.plan.distributed)
+      throw UsageError(
+          fmt::format("{}{} with {}; expected groups of one rank, or another parallel.type",
+                      model->at("parallel.type"), model->parallel.type, describe()));
 }
 
 std::string SeparateGroups::label() const {

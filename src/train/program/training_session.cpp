@@ -199,9 +199,11 @@ SessionStep TrainingSession::step(const Batch& batch) {
     if (iteration.active_ranks == 0) return;
     own.data.set_counts(counts);
     const bool joins = own.data.joins();
-    if (joins && own.run.wrapper().joinable() == nullptr)
-      throw UsageError("TrainingSession.step: a rank has no samples, and parallel.type " +
-                       own.config.parallel.type + " supports no joins; expected some on each rank");
+    if (joins && own.run.models().whole().joinable() == nullptr)
+      throw UsageError("TrainingSession.step: a rank has no samples, and " +
+                       (own.config.models.empty() ? "parallel.type " + own.config.parallel.type
+                                                  : std::string("a train_step")) +
+                       " supports no joins; expected some on each rank");
     if (joins || own.joined) own.run.on_join(iteration);
     own.joined = joins;
     const bool mine = counts[static_cast<size_t>(own.group().rank())] > 0;
@@ -226,9 +228,9 @@ at::Tensor TrainingSession::predict(const at::Tensor& inputs) {
   if (iteration_of(counts).active_ranks == 0) return at::empty({0});
   const Batch batch = own.batch_of_all({inputs, {}, {}}, counts);
   const Evaluating evaluating(model());
-  own.run.swap_average();
-  at::Tensor result = own.run.wrapper().val_step(batch);
-  own.run.swap_average();
+  own.run.models().swap_averages();
+  at::Tensor result = own.run.models().whole().val_step(batch);
+  own.run.models().swap_averages();
   const bool mine = counts[static_cast<size_t>(own.group().rank())] > 0;
   return mine ? result : result.narrow(0, 0, 0);
 }
@@ -242,12 +244,12 @@ std::map<std::string, double> TrainingSession::evaluate(const at::Tensor& inputs
     throw UsageError("TrainingSession.evaluate: no rank has a sample; expected some");
   const Batch batch = own.batch_of_all({inputs, targets, {}}, counts);
   const Evaluating evaluating(model());
-  own.run.swap_average();
+  own.run.models().swap_averages();
   Evaluated evaluated;
   const auto& metrics = own.config.metrics;
   const ParsedLosses losses =
-      own.run.wrapper().val_losses(batch, metrics.empty() ? nullptr : &evaluated);
-  own.run.swap_average();
+      own.run.models().whole().val_losses(batch, metrics.empty() ? nullptr : &evaluated);
+  own.run.models().swap_averages();
   const auto numbers = train::read_figures(losses.values);
   const auto weight = static_cast<double>(counts[static_cast<size_t>(group.rank())]);
   std::vector<double> sums{weight};
@@ -319,6 +321,6 @@ void TrainingSession::set_weight(const std::string& name, const at::Tensor& valu
 
 int64_t TrainingSession::steps() const { return impl_->run.now().done; }
 torch::nn::Module& TrainingSession::model() const { return *wrapper().model().module; }
-ModelWrapper& TrainingSession::wrapper() const { return impl_->run.wrapper(); }
+ModelWrapper& TrainingSession::wrapper() const { return impl_->run.models().whole(); }
 
 }  // namespace tessera

@@ -3,6 +3,7 @@
 #include <filesystem>
 #include <set>
 #include <system_error>
+#include <tuple>
 #include <vector>
 
 #include <glob.h>
@@ -45,8 +46,7 @@ bool same_file(const fs::path& a, const fs::path& b) {
 }
 
 /// The files of train.save, which it writes or removes.
-std::vector<std::string> files_of_save(const Config& config) {
-  const std::string& save = config.train.save;
+std::vector<std::string> files_of_save(const std::string& save) {
   return is_weights_folder(save) ? weights_files_of(save) : std::vector<std::string>{save};
 }
 
@@ -56,14 +56,17 @@ std::vector<UsedFile> outputs_of(const Config& config) {
     files.push_back({"train.log writes it, too", config.train.log});
     files.push_back({"train.log writes its events there", EventLog::path_beside(config.train.log)});
   }
-  if (!config.train.save.empty())
-    for (const auto& file : files_of_save(config))
-      files.push_back({"train.save writes it, too", file});
-  if (!config.train.save_optimizer.empty())
-    files.push_back({"train.save_optimizer writes it, too", config.train.save_optimizer});
-  if (config.train.save_config)
-    files.push_back({"train.save_config writes it, too",
-                     fs::path(config.train.save).parent_path() / "config.json"});
+  for (const ModelSections* own : config.trained()) {
+    const auto& [save, save_optimizer] = std::tie(own->train.save, own->train.save_optimizer);
+    if (!save.empty())
+      for (const auto& file : files_of_save(save))
+        files.push_back({"train.save writes it, too", file});
+    if (!save_optimizer.empty())
+      files.push_back({"train.save_optimizer writes it, too", save_optimizer});
+    if (own->train.save_config)
+      files.push_back(
+          {"train.save_config writes it, too", fs::path(save).parent_path() / "config.json"});
+  }
   return files;
 }
 
@@ -91,9 +94,11 @@ std::vector<UsedFile> inputs_of(const Config& config) {
   for (const auto& path : read) files.push_back({"the config is read from it", path});
   for (const auto& [key, path] : config.data.plan.files)
     add_matches(key + " reads it", path, files);
-  if (!config.model.init.empty()) add_matches("model.init reads it", config.model.init, files);
-  if (!config.optimizer_init.path.empty())
-    files.push_back({"optimizer.init reads it", config.optimizer_init.path});
+  for (const ModelSections* own : config.trained()) {
+    const std::string &init = own->model.init, &state = own->optimizer_init.path;
+    if (!init.empty()) add_matches(own->prefix() + "model.init reads it", init, files);
+    if (!state.empty()) files.push_back({own->prefix() + "optimizer.init reads it", state});
+  }
   return files;
 }
 
@@ -118,9 +123,11 @@ void check_distinct(const Config& config) {
 void prepare_outputs(const Config& config) {
   check_distinct(config);
   prepare_file(config, "train.log", config.train.log);
-  const bool folder = is_weights_folder(config.train.save);
-  prepare_file(config, "train.save", config.train.save + (folder ? kWeightsIndexName : ""));
-  prepare_file(config, "train.save_optimizer", config.train.save_optimizer);
+  for (const ModelSections* own : config.trained()) {
+    const std::string& save = own->train.save;
+    prepare_file(config, "train.save", save + (is_weights_folder(save) ? kWeightsIndexName : ""));
+    prepare_file(config, "train.save_optimizer", own->train.save_optimizer);
+  }
 }
 
 }  // namespace tessera::train

@@ -15,7 +15,7 @@ namespace tessera::train {
 namespace {
 
 /// Whether the model is constructed without memory for its parameters.
-bool defers(const Config& config) {
+bool defers(const ModelSections& config) {
   const bool on_cpu = config.model.device == "cpu";
   return config.model.deferred.value_or(on_cpu &&
                                         config.parallel.type == "FullyShardedDataParallel");
@@ -23,7 +23,7 @@ bool defers(const Config& config) {
 
 /// The first step that trains a parameter: 0, or what the rules say; kNever.
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
-int64_t trained_from(const Config& config, const std::string& name) {
+int64_t trained_from(const ModelSections& config, const std::string& name) {
   int64_t from = 0;
   for (const auto& [patterns, until] : config.model.freeze)
     for (const auto& pattern : patterns)
@@ -33,7 +33,7 @@ int64_t trained_from(const Config& config, const std::string& name) {
 }
 
 /// Applies the rules of model.freeze that hold for the whole run, and checks all.
-void freeze_parameters(const Config& config, const torch::nn::Module& module) {
+void freeze_parameters(const ModelSections& config, const torch::nn::Module& module) {
   const auto parameters = named_parameters(module);
   for (const auto& rule : config.model.freeze)
     for (const auto& pattern : rule.patterns)
@@ -90,36 +90,36 @@ void add_loss(const Config& config, TrainedModel& model) {
 
 }  // namespace
 
-TrainedModel build_model(const RunContext& context, const ProcessGroup& layers) {
-  const Config& config = context.config;
+TrainedModel build_model(const RunContext& context, const ModelSections& own,
+                         const ProcessGroup& layers) {
   // Every rank draws the same initial weights. Ranks that are threads of one process share the
   // generator, so only one of them may draw at a time. Models that communicate in their
   // constructors wait for the other ranks and must not hold the lock.
   static std::mutex one_at_a_time;
   std::unique_lock lock(one_at_a_time, std::defer_lock);
-  if (!config.model.plan.communicates) lock.lock();
-  torch::manual_seed(config.model.seed);
-  TrainedModel model = named(config.at("model"), [&] {
+  if (!own.model.plan.communicates) lock.lock();
+  torch::manual_seed(own.model.seed);
+  TrainedModel model = named(own.at("model"), [&] {
     std::optional<DeferredScope> scope;
-    if (defers(config)) scope.emplace();
-    return config.model.plan.make({layers, config.model.seed});
+    if (defers(own)) scope.emplace();
+    return own.model.plan.make({layers, own.model.seed});
   });
-  if (!model.module)
-    throw UsageError(config.at("model.type") + config.model.type + " made no module");
-  add_loss(config, model);
+  if (!model.module) throw UsageError(own.at("model.type") + own.model.type + " made no module");
+  if (own.name.empty()) add_loss(context.config, model);  // otherwise a train step has the losses
   model.module->to(context.device);
-  freeze_parameters(config, *model.module);
+  freeze_parameters(own, *model.module);
   // Dropout uses the global generator; every rank must draw different masks.
-  seed_generators(config.model.seed + static_cast<uint64_t>(context.group.rank()), context.device);
+  seed_generators(context.config.model.seed + static_cast<uint64_t>(context.group.rank()),
+                  context.device);
   return model;
 }
 
-void freeze_for_step(const Config& config, const torch::nn::Module& module, int64_t step) {
-  const auto& rules = config.model.freeze;
+void freeze_for_step(const ModelSections& own, const torch::nn::Module& module, int64_t step) {
+  const auto& rules = own.model.freeze;
   if (std::none_of(rules.begin(), rules.end(), [](const auto& rule) { return rule.until > 0; }))
     return;
   for (auto [name, parameter] : named_parameters(module)) {
-    const int64_t from = trained_from(config, name);
+    const int64_t from = trained_from(own, name);
     if (from == 0 || from == kNever) continue;  // what a program has frozen itself stays
     parameter.set_requires_grad(step >= from);
   }

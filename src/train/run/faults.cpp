@@ -125,7 +125,7 @@ std::string Faults::origin_of(Fault fault, int64_t step, const StepInput& input,
                               const StepResult& result) {
   ranks_.clear();
   if (fault == Fault::loss) return origin_of_loss(step, input, result);
-  if (fault == Fault::gradient) return origin_of_gradient(input, result.norm);
+  if (fault == Fault::gradient) return origin_of_gradient(input, result);
   return fmt::format("the loss is {}, more than {} times the median {} of the last {}",
                      text_of(result.record.loss), *policy_.rules().spike, text_of(policy_.median()),
                      policy_.losses());
@@ -178,8 +178,11 @@ std::string Faults::origin_of_loss(int64_t step, const StepInput& input, const S
                                             : "its batch has " + inputs[origin]);
 }
 
-std::string Faults::origin_of_gradient(const StepInput& input, double value) {
-  const std::string norm = "backward: the norm of the gradient is " + text_of(value);
+std::string Faults::origin_of_gradient(const StepInput& input, const StepResult& result) {
+  const std::string of = result.model.empty() ? "" : " of " + result.model;
+  const std::string norm =
+      fmt::format("backward{}: the norm of the gradient is {}", of, text_of(result.norm));
+  if (!of.empty()) return norm + "; its origin is not searched for in a train_step";
   if (input.ranks_with_data > 0 && input.ranks_with_data < context_.own_group().size())
     return norm + "; its origin is not searched for while a rank has no data";
   const NonfiniteGradient origin = wrapper_.find_nonfinite_gradient(input.parts);

@@ -41,7 +41,7 @@ class Faults {
   std::string origin_of(Fault fault, int64_t step, const StepInput& input,
                         const StepResult& result);
   std::string origin_of_loss(int64_t step, const StepInput& input, const StepResult& result);
-  std::string origin_of_gradient(const StepInput& input, double norm);
+  std::string origin_of_gradient(const StepInput& input, const StepResult& result);
   std::string nonfinite_parameter(ProcessGroup group, int64_t done);
   void warn(const std::string& text) const;
   void roll_back(int64_t step, const std::string& reason);

@@ -10,7 +10,6 @@
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
 #include "tessera/step/replicas.h"
-#include "train/run/build_model.h"
 #include "train/run/evaluate.h"
 #include "train/run/run_contract.h"
 #include "train/run/run_records.h"
@@ -51,7 +50,7 @@ void Run::placing_errors(const std::function<void()>& part) {
 }
 
 void Run::begin() {
-  report_start(context_, *data_, *weights_, checkpoints_->resumed(), now_.done);
+  report_start(context_, *data_, models_.weights(), checkpoints_->resumed(), now_.done);
   now_.result.first_step = now_.done;
   call_hooks(&RunHook::before_run, now_.record.figures);
   run_due_evaluation();
@@ -66,7 +65,7 @@ bool Run::goes_on() {
 
 void Run::on_join(const JoinIteration& iteration) {
   now_.active_ranks = iteration.active_ranks;
-  wrapper_->joinable()->on_join_iteration(iteration);
+  models_.whole().joinable()->on_join_iteration(iteration);
 }
 
 TrainResult Run::end() {
@@ -93,14 +92,9 @@ void Run::iteration(std::optional<Batch> batch) {
   }
   const int64_t done = ++now_.done;
   const bool first = done == now_.result.first_step + 1;  // the optimizer has its state now
-  if (first && checkpoints_->write() && context_.reporter) {
-    // Rank 0's memory stands for that of each rank.
-    const auto ranks = static_cast<size_t>(context_.own_group().size());
-    const MemoryUse whole = wrapper_->unsharded({ranks, wrapper_->memory()});
-    warn_of_space(context_,
-                  weights_->bytes(true) + whole.optimizer_state + (average_ ? whole.parameters : 0),
+  if (first && checkpoints_->write() && context_.reporter)
+    warn_of_space(context_, models_.weights().bytes(true) + models_.state_bytes(),
                   "a checkpoint with the optimizer's state takes", false);
-  }
   compare_replicas();
   call_hooks(&RunHook::after_step, now_.record.figures);
   const auto due = [done](int64_t every) { return every > 0 && done % every == 0; };
@@ -118,7 +112,7 @@ void Run::iteration(std::optional<Batch> batch) {
   }
   if (context_.reporter) {
     context_.reporter->log(now_.record);
-    if (first) record_memory(context_, *wrapper_, done);
+    if (first) record_memory(context_, models_, done);
     context_.reporter->progress(done, context_.groups->stats());
   }
   if (last || stops_.stopped() || best_->keeps(done) || due(context_.config.checkpoint.every))
@@ -131,7 +125,7 @@ void Run::train_step(std::optional<Batch> batch) {
   const auto start = std::chrono::steady_clock::now();
   StepInput input;
   input.left_out = now_.left_out.count(now_.done) > 0;
-  freeze_for_step(context_.config, *model_.module, now_.done);
+  models_.begin_step(now_.done);
   input.ranks_with_data = now_.active_ranks;
   input.flags = [this] { return stops_.flags(); };
   faults_->begin_step();
@@ -140,10 +134,10 @@ void Run::train_step(std::optional<Batch> batch) {
     input.parts = data_->parts_of(std::move(*batch));
   }
   StepResult result =
-      step_->run(data_->progress(now_.done), input, faults_->policy(), !data_->joins());
+      models_.step().run(data_->progress(now_.done), input, faults_->policy(), !data_->joins());
   if (context_.groups->end_step(result.sums, now_.done + 1)) stops_.stop();
   stops_.note(result.sums);
-  if (average_ && result.updated) average_->update();
+  models_.end_step(result);
   StepRecord& record = now_.record = result.record;
   record.step = now_.done;
   now_.result.skipped_steps += !result.updated && !input.left_out;
@@ -169,8 +163,9 @@ void Run::compare_replicas() {
   std::string repaired;
   try {
     // Other options are the cause of other parameters, so they are compared first.
-    check_same_options(config, wrapper_->optimizer(), group);
-    repaired = check_replicas(wrapper_->replicas(), group, config.train.repair_replicas);
+    for (const auto& model : models_.each())
+      check_same_options(model.own, model.wrapper->optimizer(), group);
+    repaired = check_replicas(models_.whole().replicas(), group, config.train.repair_replicas);
   } catch (const AgreedError& error) {
     throw AgreedError(fmt::format("{}after step {}: {}", config.at("train.check_replicas"),
                                   now_.done - 1, error.what()));
@@ -180,7 +175,7 @@ void Run::compare_replicas() {
 }
 
 void Run::call_hooks(void (RunHook::*call)(RunState&), const StepRecord::Figures& figures) {
-  if (!hooks_.empty()) wrapper_->wait();
+  if (!hooks_.empty()) models_.whole().wait();
   for (const auto& hook : hooks_) {
     RunState state;
     state.step = now_.done;
@@ -190,7 +185,8 @@ void Run::call_hooks(void (RunHook::*call)(RunState&), const StepRecord::Figures
     state.grad_norm = now_.record.grad_norm;
     state.lr = now_.record.lr;
     state.figures = figures;
-    state.model = wrapper_.get();
+    state.model = &models_.whole();
+    for (const auto& model : models_.each()) state.models[model.own.name] = model.wrapper.get();
     context_.heartbeat.enter(Phase::hooks, now_.done);
     (*hook.*call)(state);
     if (state.stop && context_.groups->ask_to_stop()) stops_.stop();
@@ -211,10 +207,10 @@ std::map<std::string, double> Run::figures_on(const Dataset& data, int64_t max_s
     for (const auto& hook : hooks_)
       if (context_.groups->first()) hook->on_predictions({first, batch, test});
   };
-  swap_average();
+  models_.swap_averages();
   const auto figures =
-      context_.groups->mean(train::evaluate(*wrapper_, data, options, begin_round, on_batch));
-  swap_average();
+      context_.groups->mean(train::evaluate(models_.whole(), data, options, begin_round, on_batch));
+  models_.swap_averages();
   return figures;
 }
 
@@ -235,9 +231,12 @@ void Run::evaluate() {
   call_hooks(&RunHook::after_evaluation, now_.record.evaluation);
   const auto verdict = best_->observe(now_.done, result.eval_figures);
   if (verdict.best_weights) {
-    std::vector<at::Tensor> live;
-    for (const auto& shard : wrapper_->shards()) live.push_back(shard.tensor);
-    best_->take_weights(average_ ? average_->averages() : live, *model_.module);
+    ModelWrapper& whole = models_.whole();
+    auto weights = models_.averages();
+    const auto shards = whole.shards();
+    for (size_t i = 0; i < shards.size(); ++i)
+      if (!weights[i].defined()) weights[i] = shards[i].tensor;
+    best_->take_weights(weights, *whole.model().module);
   }
   if (verdict.stop && !stops_.stopped()) {
     stops_.stop();
@@ -261,11 +260,12 @@ void Run::run_due_evaluation() {
 
 void Run::save_checkpoint() {
   if (!checkpoints_->write()) return;
-  const auto path = checkpoints_->save(now_.done, [this] { return state(); },
-                                       {*wrapper_, *weights_, average_.get(), *best_});
+  const auto path =
+      checkpoints_->save(now_.done, [this] { return state(); },
+                         {models_.whole(), models_.weights(), models_.averages(), *best_});
   if (path.empty()) return;
   now_.result.checkpoint = path;
-  faults_->check_checkpoint(path, weights_->buffer_names(), now_.done);
+  faults_->check_checkpoint(path, models_.weights().buffer_names(), now_.done);
   if (faults_->ended()) stops_.stop();
 }
 
@@ -291,8 +291,8 @@ void Run::finish() {
   }
   save_checkpoint();
   if (faults_->ended()) return;
-  if (const auto step = best_->give_weights(*wrapper_)) {
-    average_.reset();  // the best weights are averaged ones
+  if (const auto step = best_->give_weights(models_.whole())) {
+    models_.drop_averages();  // the best weights are averaged ones
     context_.say(
         fmt::format("early_stop: from here on the weights are those after {} steps, of "
                     "the best evaluation",
@@ -303,14 +303,13 @@ void Run::finish() {
     if (context_.reporter) context_.reporter->test(figures);
     call_hooks(&RunHook::after_test, {figures.begin(), figures.end()});
   }
-  report_memory(context_, *wrapper_, done);
+  report_memory(context_, models_, done);
   const torch::NoGradGuard no_grad;
-  swap_average();
-  weights_->save(done);
-  weights_->save_optimizer();
+  models_.swap_averages();
+  models_.save(done);
   context_.heartbeat.enter(Phase::finishing, done);
-  print_sample(context_, *wrapper_);
-  swap_average();
+  print_sample(context_, models_.whole());
+  models_.swap_averages();
   if (context_.reporter)
     context_.reporter->summary(result, context_.groups->stats(), data_->waited());
 }

@@ -9,14 +9,13 @@
 #include <c10/core/DeviceGuard.h>
 
 #include "tessera/join.h"
-#include "tessera/step/weight_average.h"
 #include "tessera/train.h"
 #include "train/run/faults.h"
 #include "train/run/run_data.h"
+#include "train/run/run_models.h"
 #include "train/run/stop_requests.h"
 #include "train/state/best_evaluations.h"
 #include "train/state/run_checkpoints.h"
-#include "train/step/training_step.h"
 
 namespace tessera::train {
 
@@ -41,15 +40,13 @@ struct RunPosition {
 class PreparedRun {
  public:
   const RunContext& context() const { return context_; }  ///< Local.
-  ModelWrapper& wrapper() { return *wrapper_; }           ///< Local.
+  RunModels& models() { return models_; }                 ///< Local.
   RunData& data() { return *data_; }                      ///< Local.
   const RunPosition& now() const { return now_; }         ///< Local.
   /// After the run: the step that is to be left out by a new run from the last sound checkpoint.
   std::optional<int64_t> rollback() const { return faults_->rollback(); }
   /// After the run: it was interrupted, and this rank got a signal.
   bool interrupted_here() const { return stops_.here(); }
-  /// The model has the averaged weights, if there are any, between one call and the next.
-  void swap_average();
 
  protected:
   PreparedRun(const Config& config, ProcessGroup group, RunSource source, Heartbeat& heartbeat);
@@ -59,13 +56,9 @@ class PreparedRun {
   c10::OptionalDeviceGuard on_device_;
   std::optional<RunCheckpoints> checkpoints_;
   std::unique_ptr<RunData> data_;
-  TrainedModel model_;
-  std::optional<RunWeights> weights_;
+  RunModels models_;
   std::vector<std::shared_ptr<RunHook>> hooks_;
-  std::unique_ptr<ModelWrapper> wrapper_;
-  std::optional<TrainingStep> step_;
   std::optional<Faults> faults_;
-  std::unique_ptr<WeightAverage> average_;
   std::optional<BestEvaluations> best_;
   StopRequests stops_;
   RunPosition now_;
@@ -74,7 +67,6 @@ class PreparedRun {
   void prepare(RunSource source);
   void make();
   void restore();
-  void start_averaging(const std::vector<at::Tensor>& averages, int64_t updates);
 };
 
 /// One run on one rank, step by step: begin(), iteration() for each batch, end().

@@ -46,7 +46,7 @@ std::string differing_values(const std::vector<Lines>& ranks, const std::string&
 }
 
 /// Throws on all ranks, for the first key that differs.
-void check_same(const Config& config, const Lines& lines, ProcessGroup& group) {
+void check_same(const ConfigSource& config, const Lines& lines, ProcessGroup& group) {
   const auto replace = nlohmann::json::error_handler_t::replace;
   const std::string mine = nlohmann::json(lines).dump(-1, ' ', false, replace);
   const auto digest = fmt::format("{:016x}", XXH64(mine.data(), mine.size(), 0));
@@ -160,7 +160,7 @@ void check_same_data(const Config& config, const DataSplits& data, ProcessGroup&
   check_same(config, lines, group);
 }
 
-void check_same_options(const Config& config, torch::optim::Optimizer& optimizer,
+void check_same_options(const ModelSections& config, torch::optim::Optimizer& optimizer,
                         ProcessGroup& group) {
   Lines lines;
   for (size_t g = 0; g < optimizer.param_groups().size(); ++g)

@@ -23,7 +23,7 @@ void check_same_config(const Config& config, ProcessGroup& group);
 void check_same_data(const Config& config, const DataSplits& data, ProcessGroup& group);
 
 /// UsageError on all ranks if an option of a parameter group differs between ranks. Collective.
-void check_same_options(const Config& config, torch::optim::Optimizer& optimizer,
+void check_same_options(const ModelSections& config, torch::optim::Optimizer& optimizer,
                         ProcessGroup& group);
 
 }  // namespace tessera::train

@@ -33,6 +33,7 @@ RunData::RunData(const RunContext& context) : RunData(context, std::nullopt) {
   splits_ = config_.data.plan.load();
   if (!splits_.train)
     throw UsageError(config_.at("data.type") + config_.data.type + " gives no training data");
+  if (!config_.evaluates()) splits_.val = splits_.test = nullptr;
   sampler_.emplace(splits_.train->size(), config_.data.order, config_.data.seed);
   assignment_.emplace(steps(), config_.train.global_batch, world_);
   if (uneven() && iterations() == 0 && assignment_->total > 0)

@@ -21,7 +21,7 @@ class RunLoop : private Joinable {
     run_.iteration(std::nullopt);
   }
   void finish_join(int last_active_rank) override {
-    run_.wrapper().joinable()->finish_join(last_active_rank);
+    run_.models().whole().joinable()->finish_join(last_active_rank);
   }
   void train();
 

@@ -4,7 +4,6 @@
 #include "tessera/step/agreement.h"
 #include "tessera/train/devices.h"
 #include "train/report/prepare_outputs.h"
-#include "train/run/build_model.h"
 #include "train/run/given_data.h"
 #include "train/run/run.h"
 #include "train/run/run_contract.h"
@@ -44,7 +43,7 @@ void check_evaluated(const Config& config, const DataSplits& splits) {
 
 PreparedRun::PreparedRun(const Config& config, ProcessGroup group, RunSource source,
                          Heartbeat& heartbeat)
-    : context_{config, std::move(group), heartbeat} {
+    : context_{config, std::move(group), heartbeat}, models_(context_) {
   ProcessGroup& all = context_.group;
   heartbeat.enter(Phase::starting, 0);
   agree(all, [&] {
@@ -61,21 +60,21 @@ PreparedRun::PreparedRun(const Config& config, ProcessGroup group, RunSource sou
   // Layers that communicate get a group of their own, so that their collectives are never matched
   // with the wrapper's or with those of a failed start.
   ProcessGroup own = context_.own_group();
-  const ProcessGroup layers = config.model.plan.communicates ? *own.split(0) : own;
+  const auto trained = config.trained();
+  const bool communicates = std::any_of(trained.begin(), trained.end(), [](const auto* model) {
+    return model->model.plan.communicates;
+  });
+  const ProcessGroup layers = communicates ? *own.split(0) : own;
   heartbeat.enter(Phase::starting, 0);
   agree(all, [&] { prepare(source); });
   check_same_data(config, data_->splits(), all);
   // After prepare() has succeeded on all ranks, because constructing a model may be collective.
   heartbeat.enter(Phase::starting, 0);
   const Checkpoint* resumed = checkpoints_->resumed();
-  agree(all, [&] {
-    model_ = build_model(context_, layers);
-    weights_.emplace(context_, model_);
-    if (resumed == nullptr) weights_->open_init();
-  });
-  if (resumed != nullptr) resumed->read_together([&] { weights_->open(*resumed); });
+  agree(all, [&] { models_.build(layers, resumed == nullptr); });
+  if (resumed != nullptr) resumed->read_together([&] { models_.weights().open(*resumed); });
   make();
-  warn_of_space(context_, weights_->bytes(true), "the weights take", true);
+  warn_of_space(context_, models_.weights().bytes(true), "the weights take", true);
 }
 
 void PreparedRun::prepare(RunSource source) {
@@ -99,32 +98,17 @@ void PreparedRun::prepare(RunSource source) {
 
 void PreparedRun::make() {
   const Config& config = context_.config;
-  wrapper_ = config.parallel.plan.make(
-      {model_, config.preprocessor, context_.own_group(), config.optimizer});
-  if (data_->joins() && wrapper_->joinable() == nullptr)
+  const Checkpoint* resumed = checkpoints_->resumed();
+  models_.wrap(resumed);
+  ModelWrapper& whole = models_.whole();
+  if (data_->joins() && whole.joinable() == nullptr)
     throw UsageError(config.at("data.uneven") + "join is not supported by parallel.type " +
                      config.parallel.type);
-  weights_->load(*wrapper_, checkpoints_->resumed());
-  context_.groups->start(*wrapper_);
-  const RunConfig& train = config.train;
-  OptimWrapperOptions options{.accumulative_counts = train.accumulation,
-                              .clip_grad_norm = train.clip_grad_norm,
-                              .clip_grad_value = train.clip_grad_value,
-                              .clip_norm_type = train.clip_norm_type,
-                              .autocast = train.autocast,
-                              .scaler = train.loss_scale};
-  options.nonfinite = train.error_if_nonfinite       ? NonfiniteNorm::error
-                      : train.on_nonfinite == "skip" ? NonfiniteNorm::skip
-                                                     : NonfiniteNorm::give_up;
-  step_.emplace(*wrapper_, options, config.scheduler);
-  faults_.emplace(context_, *wrapper_);
+  faults_.emplace(context_, whole);
   best_.emplace(config);
-  if (const Checkpoint* resumed = checkpoints_->resumed()) {
-    resumed->read_together([this] { restore(); });
-    checkpoints_->publish(*wrapper_);
-  } else if (config.train.ema.decay) {
-    start_averaging({}, 0);
-  }
+  if (resumed == nullptr) return;
+  resumed->read_together([this] { restore(); });
+  checkpoints_->publish(whole);
 }
 
 /// Within Checkpoint::read_together().
@@ -132,7 +116,6 @@ void PreparedRun::restore() {
   const SavedState state = checkpoints_->read_state();
   named(checkpoints_->state_file() + ": ", [&] {
     data_->load_state(state.data, state.step);
-    if (state.loss_scale) step_->scaler().load_state(*state.loss_scale);
     for (size_t i = 0; i < std::min(state.hooks.size(), hooks_.size()); ++i)
       hooks_[i]->load_state(state.hooks[i]);
   });
@@ -143,27 +126,7 @@ void PreparedRun::restore() {
     now_.evaluation_due = data_->splits().val != nullptr;
     now_.record = *state.evaluation_due;
   }
-  const auto averages = checkpoints_->restore(state, *wrapper_, *best_);
-  if (context_.config.train.ema.decay) start_averaging(averages, state.average_updates.value_or(0));
-}
-
-/// `averages`: those of a checkpoint, or none.
-void PreparedRun::start_averaging(const std::vector<at::Tensor>& averages, int64_t updates) {
-  const EmaConfig& config = context_.config.train.ema;
-  std::vector<at::Tensor> live;
-  for (const auto& shard : wrapper_->shards()) live.push_back(shard.tensor);
-  const size_t shards = live.size();
-  average_ = std::make_unique<WeightAverage>(std::move(live), *config.decay,
-                                             WeightAverageOptions{config.warmup});
-  if (averages.size() == shards) average_->load(averages, updates);
-}
-
-void PreparedRun::swap_average() {
-  if (!average_) return;
-  const torch::NoGradGuard no_grad;
-  wrapper_->before_shard_writes();
-  average_->swap();
-  wrapper_->publish_shards();
+  models_.restore(state.models, checkpoints_->restore(state, models_.whole(), *best_));
 }
 
 SavedState PreparedRun::state() const {
@@ -172,14 +135,10 @@ SavedState PreparedRun::state() const {
   state.step = now_.done;
   state.global_batch = config.train.global_batch;
   state.data = data_->state(now_.done);
-  state.parallel = config.parallel.type;
-  state.optimizer = config.optimizer.type;
   state.ranks = context_.group.size();
-  if (config.train.loss_scale.enabled) state.loss_scale = step_->scaler().state();
   best_->save_state(state.best);
-  state.model = config.model.plan.meaning;
+  state.models = models_.state();
   if (now_.evaluation_due) state.evaluation_due = now_.record;
-  if (average_) state.average_updates = average_->updates();
   state.left_out = now_.left_out;
   state.best_eval_loss = now_.result.best_eval_loss;
   for (const auto& hook : hooks_) state.hooks.push_back(hook->state());

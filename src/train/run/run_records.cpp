@@ -22,15 +22,32 @@ Json json_of(const MemoryUse& use) {
           {"optimizer_state", use.optimizer_state}};
 }
 
-void record(const RunContext& context, ModelWrapper& wrapper, const std::vector<MemoryUse>& ranks,
-            int64_t done) {
+/// Adds the memory of one model to that of others.
+void add(const std::vector<MemoryUse>& ranks, ModelWrapper& wrapper, Json& event) {
   const MemoryUse whole = wrapper.unsharded(ranks);
-  Json rows = Json::array();
-  for (const auto& use : ranks) rows.push_back(json_of(use));
-  context.reporter->event("memory", done,
-                          {{"ranks", rows},
-                           {"formula", json_of(wrapper.formula(whole))},
-                           {"unsharded", json_of(whole)}});
+  Json own = {{"ranks", Json::array()},
+              {"formula", json_of(wrapper.formula(whole))},
+              {"unsharded", json_of(whole)}};
+  for (const auto& use : ranks) own["ranks"].push_back(json_of(use));
+  if (event.is_null()) {
+    event = own;
+    return;
+  }
+  const Json numbers = own.flatten();
+  for (const auto& [path, number] : numbers.items()) {
+    Json& sum = event[Json::json_pointer(path)];
+    sum = sum.get<int64_t>() + number.get<int64_t>();
+  }
+}
+
+/// "AdamW", or "generator: AdamW, discriminator: SGD" of several models.
+template <class Function>
+std::string of_each(const Config& config, const Function& of) {
+  std::string text;
+  for (const ModelSections* model : config.trained())
+    text += (text.empty() ? "" : ", ") +
+            (model->name.empty() ? of(*model) : model->name + ": " + of(*model));
+  return text;
 }
 
 /// Generated text, including its prompt. `bytes`: tokens are bytes and are shown as text, with \xNN
@@ -59,8 +76,9 @@ void report_start(const RunContext& context, const RunData& data, const RunWeigh
                   const Checkpoint* resumed, int64_t done) {
   if (!context.reporter) return;
   const Config& config = context.config;
-  const auto& [model, parallel, optimizer] =
-      std::tie(config.model.type, config.parallel.type, config.optimizer.type);
+  const auto model = of_each(config, [](const auto&own) { return own.model.type; }),
+             parallel = of_each(config, [](const auto&own) { return own.parallel.type; }),
+             optimizer = of_each(config, [](const auto&own) { return own.optimizer.type; });
   const DataSplits& splits = data.splits();
   const int ranks = context.group.size();
   context.say(
@@ -92,28 +110,36 @@ void report_start(const RunContext& context, const RunData& data, const RunWeigh
                            {"config", options}});
 }
 
-void record_memory(const RunContext& context, ModelWrapper& wrapper, int64_t done) {
+void record_memory(const RunContext& context, const RunModels& models, int64_t done) {
   if (!context.reporter) return;
   const auto ranks = static_cast<size_t>(context.own_group().size());
-  record(context, wrapper, std::vector<MemoryUse>(ranks, wrapper.memory()), done);
+  Json event;
+  for (const auto& model : models.each())
+    add(std::vector<MemoryUse>(ranks, model.wrapper->memory()), *model.wrapper, event);
+  context.reporter->event("memory", done, std::move(event));
 }
 
-void report_memory(const RunContext& context, ModelWrapper& wrapper, int64_t done) {
+void report_memory(const RunContext& context, const RunModels& models, int64_t done) {
   ProcessGroup group = context.own_group();
-  const MemoryUse use = wrapper.memory();
-  const at::Tensor mine =
-      at::tensor({use.parameters, use.gradients, use.optimizer_state}, at::kLong)
-          .to(group.control_device());
-  const at::Tensor all = group.all_gather(mine).cpu();
-  if (!context.reporter) return;
-  std::vector<MemoryUse> ranks;
-  for (int rank = 0; rank < group.size(); ++rank) {
-    const auto* row = all.data_ptr<int64_t>() + 3 * rank;
-    ranks.push_back({row[0], row[1], row[2]});
+  Json event;
+  for (const auto& model : models.each()) {
+    const MemoryUse use = model.wrapper->memory();
+    const at::Tensor mine =
+        at::tensor({use.parameters, use.gradients, use.optimizer_state}, at::kLong)
+            .to(group.control_device());
+    const at::Tensor all = group.all_gather(mine).cpu();
+    if (!context.reporter) continue;
+    std::vector<MemoryUse> ranks;
+    for (int rank = 0; rank < group.size(); ++rank) {
+      const auto* row = all.data_ptr<int64_t>() + 3 * rank;
+      ranks.push_back({row[0], row[1], row[2]});
+    }
+    const MemoryUse whole = model.wrapper->unsharded(ranks);
+    if (!model.own.name.empty()) context.say("memory of " + model.own.name + ":");
+    context.reporter->memory_table(ranks, model.wrapper->formula(whole), whole);
+    add(ranks, *model.wrapper, event);
   }
-  const MemoryUse whole = wrapper.unsharded(ranks);
-  context.reporter->memory_table(ranks, wrapper.formula(whole), whole);
-  record(context, wrapper, ranks, done);
+  if (context.reporter) context.reporter->event("memory", done, std::move(event));
 }
 
 void record_end(const RunContext& context, const RunData& data, const std::string& outcome,

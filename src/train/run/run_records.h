@@ -7,6 +7,7 @@
 #include "tessera/checkpoint_store.h"
 #include "tessera/train/model_wrapper.h"
 #include "train/run/run_data.h"
+#include "train/run/run_models.h"
 #include "train/state/run_weights.h"
 
 // The lines and events of a run on rank 0. See docs/report.md. Local, unless stated otherwise; on
@@ -17,10 +18,10 @@ namespace tessera::train {
 /// `resumed`: the checkpoint from which the run resumes, or null.
 void report_start(const RunContext& context, const RunData& data, const RunWeights& weights,
                   const Checkpoint* resumed, int64_t done);
-/// The memory after the first step, where rank 0 stands for all.
-void record_memory(const RunContext& context, ModelWrapper& wrapper, int64_t done);
-/// Prints and records the memory of all ranks. Collective within own_group().
-void report_memory(const RunContext& context, ModelWrapper& wrapper, int64_t done);
+/// The memory of each model after the first step, where rank 0 stands for all.
+void record_memory(const RunContext& context, const RunModels& models, int64_t done);
+/// Prints and records the memory of all ranks, model by model. Collective within own_group().
+void report_memory(const RunContext& context, const RunModels& models, int64_t done);
 void record_end(const RunContext& context, const RunData& data, const std::string& outcome,
                 int64_t first_step, int64_t done);
 

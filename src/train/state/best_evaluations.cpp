@@ -89,10 +89,9 @@ void BestEvaluations::add_buffers(CheckpointWriter& writer) const {
   if (!buffers_.empty()) writer.add_tensors(kBuffers, buffers_);
 }
 
-void BestEvaluations::load_weights(const Checkpoint& checkpoint, std::vector<at::Tensor> weights,
-                                   size_t shards) {
+void BestEvaluations::load_weights(const Checkpoint& checkpoint, std::vector<at::Tensor> weights) {
   if (!best_) return;
-  if (weights.size() != shards)
+  if (std::any_of(weights.begin(), weights.end(), [](const auto& w) { return !w.defined(); }))
     throw UsageError(
         fmt::format("{}: the weights of the best evaluation, after {} steps, lack a "
                     "parameter; expected those of all",

@@ -46,9 +46,9 @@ class BestEvaluations {
   const std::vector<at::Tensor>& weights() const { return weights_; }
   /// Adds the buffers to a checkpoint. On rank 0.
   void add_buffers(CheckpointWriter& writer) const;
-  /// Weights of a checkpoint, one for each of `shards`. Within read_together(). Call it after
-  /// load_state().
-  void load_weights(const Checkpoint& checkpoint, std::vector<at::Tensor> weights, size_t shards);
+  /// Weights of a checkpoint, one for each shard; undefined: it has none. Within
+  /// read_together(). Call it after load_state().
+  void load_weights(const Checkpoint& checkpoint, std::vector<at::Tensor> weights);
 
   void save_state(BestState& state) const;
   /// `own`: the checkpoint is one of this run's folder, which has the checkpoints that are kept.

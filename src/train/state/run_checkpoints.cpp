@@ -178,11 +178,6 @@ SavedState RunCheckpoints::read_state() {
 
 void RunCheckpoints::check(const SavedState& state) const {
   const Config& config = context_.config;
-  if (!config.checkpoint.optimizer)
-    context_.say("checkpoint.optimizer: ignore: " + config.optimizer.type + " starts anew");
-  else if (!state.optimizer.empty() && state.optimizer != config.optimizer.type)
-    context_.say("warning: " + config.at("optimizer.type") + config.optimizer.type +
-                 " goes on with the state of " + state.optimizer);
   // Steps are counted, scheduled, logged and saved by number. With another global batch the same
   // number would stand for another amount of training.
   const int64_t batch = config.train.global_batch, before = state.global_batch;
@@ -192,12 +187,28 @@ void RunCheckpoints::check(const SavedState& state) const {
         "folder: checkpoint.folder=… model.init={}",
         config.at("train.global_batch"), batch, resumed_->path(), before, before,
         resumed_->path()));
+  for (const ModelSections* own : config.trained()) {
+    const auto saved = state.models.find(own->name);
+    if (saved == state.models.end())
+      throw UsageError(own->at("model") + "the models of " + resumed_->path() +
+                       " have other names; expected the same");
+    check(*own, saved->second);
+  }
+}
+
+void RunCheckpoints::check(const ModelSections& own, const SavedModel& saved) const {
+  const std::string& type = own.optimizer.type;
+  if (!context_.config.checkpoint.optimizer)
+    context_.say("checkpoint.optimizer: ignore: " + type + " starts anew");
+  else if (!saved.optimizer.empty() && saved.optimizer != type)
+    context_.say("warning: " + own.at("optimizer.type") + type + " goes on with the state of " +
+                 saved.optimizer);
   // Options that change the meaning of weights without changing their shapes.
-  const std::map<std::string, std::string> model(state.model.begin(), state.model.end());
-  for (const auto& [option, value] : config.model.plan.meaning) {
-    const auto found = model.find(option);
-    if (found == model.end() || found->second == value) continue;
-    throw UsageError(config.at("model." + option) + value + ", but the weights of " +
+  const std::map<std::string, std::string> meaning(saved.meaning.begin(), saved.meaning.end());
+  for (const auto& [option, value] : own.model.plan.meaning) {
+    const auto found = meaning.find(option);
+    if (found == meaning.end() || found->second == value) continue;
+    throw UsageError(own.at("model." + option) + value + ", but the weights of " +
                      resumed_->path() + " are of a model with " + found->second + "; expected " +
                      found->second);
   }
@@ -242,21 +253,23 @@ std::vector<at::Tensor> RunCheckpoints::restore_slices(const SavedState& state,
   const auto take = [&](const char* name) {
     auto tensors = take_from(slices, name);
     for (size_t i = 0; i < tensors.size(); ++i)
-      tensors[i] = in_form_of(shards[i].tensor, tensors[i], slices[i]);
+      if (tensors[i].defined()) tensors[i] = in_form_of(shards[i].tensor, tensors[i], slices[i]);
     return tensors;
   };
   const std::vector<at::Tensor> averages = take(kAverage);
-  best.load_weights(*resumed_, take(kBest), shards.size());
+  best.load_weights(*resumed_, take(kBest));
   load_parameters(resumed_group_, slices, shards);
   if (!config.checkpoint.optimizer) return averages;
   try {
     wrapper.take_state_slices(std::move(slices));
   } catch (const UsageError& error) {
+    const std::string& before = state.models.begin()->second.optimizer;
+    const bool several = !config.models.empty();
     throw UsageError(fmt::format(
-        "{}{}; {} is of a run with {}, and the error is: {}; expected that optimizer, or "
+        "{}{} is of a run with {}, and the error is: {}; expected that optimizer, or "
         "checkpoint.optimizer: ignore",
-        config.at("optimizer.type"), config.optimizer.type, resumed_->path(),
-        state.optimizer.empty() ? "another optimizer" : state.optimizer, error.what()));
+        several ? config.at("models") : config.at("optimizer.type") + config.optimizer.type + "; ",
+        resumed_->path(), several || before.empty() ? "another optimizer" : before, error.what()));
   }
   return averages;
 }
@@ -287,7 +300,7 @@ std::vector<StateSlice> RunCheckpoints::slices(const SavedParts& parts) const {
   for (const size_t i : parts.wrapper.saved_shards()) {
     saved.push_back(all[i]);
     auto& tensors = saved.back().state.tensors;
-    if (parts.average) tensors[kAverage] = parts.average->averages()[i];
+    if (parts.averages[i].defined()) tensors[kAverage] = parts.averages[i];
     if (parts.best.has_weights()) tensors[kBest] = parts.best.weights()[i];
   }
   return saved;

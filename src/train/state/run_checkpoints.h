@@ -4,7 +4,6 @@
 #include <string>
 
 #include "tessera/checkpoint_store.h"
-#include "tessera/step/weight_average.h"
 #include "train/state/best_evaluations.h"
 #include "train/state/run_weights.h"
 #include "train/state/saved_state.h"
@@ -15,7 +14,7 @@ namespace tessera::train {
 struct SavedParts {
   ModelWrapper& wrapper;
   RunWeights& weights;
-  WeightAverage* average = nullptr;  ///< null: none
+  std::vector<at::Tensor> averages;  ///< one for each shard; undefined: none
   BestEvaluations& best;
 };
 
@@ -35,8 +34,8 @@ class RunCheckpoints {
   /// Reads the state of this rank's group. Throws UsageError if it is of a run with another global
   /// batch, or of a model with another meaning. Within resumed()->read_together().
   SavedState read_state();
-  /// Restores the tensors, the best evaluations and the random numbers. Returns the saved averages
-  /// of wrapper.shards(), if there are any. Within read_together(); call publish() after it.
+  /// Restores the tensors, the best evaluations and the random numbers. Returns the saved average
+  /// of each of wrapper.shards(); undefined: none. Within read_together(); call publish() after it.
   std::vector<at::Tensor> restore(const SavedState& state, ModelWrapper& wrapper,
                                   BestEvaluations& best);
   void publish(ModelWrapper& wrapper) const {
@@ -56,6 +55,7 @@ class RunCheckpoints {
   std::string open(const std::string& path);
   std::string set_aside_damaged(const std::string& path, const std::string& why);
   void check(const SavedState& state) const;
+  void check(const ModelSections& own, const SavedModel& saved) const;
   std::vector<at::Tensor> restore_slices(const SavedState& state, ModelWrapper& wrapper,
                                          BestEvaluations& best);
   void restore_random(int64_t steps, ModelWrapper& wrapper);

@@ -22,7 +22,7 @@ namespace tessera::train {
 namespace {
 
 /// Adam and AdamW have the same state, so its names do not tell which of them it belongs to.
-void check_decay(const Config& config, const TorchOptimizerStateFile::Group& group) {
+void check_decay(const ModelSections& config, const TorchOptimizerStateFile::Group& group) {
   const std::string& type = config.optimizer.type;
   if (!group.decoupled_weight_decay || (type != "Adam" && type != "AdamW")) return;
   const std::string theirs = *group.decoupled_weight_decay ? "AdamW" : "Adam";
@@ -36,8 +36,8 @@ const SafetensorsMetadata kMetadata{{"format", "pt"}};
 
 }  // namespace
 
-RunWeights::RunWeights(RunContext& context, const TrainedModel& model)
-    : context_(context), model_(model) {
+RunWeights::RunWeights(RunContext& context, const ModelSections& own, const TrainedModel& model)
+    : context_(context), own_(own), model_(model) {
   const auto add = [this](const std::string& name, const at::Tensor& tensor) {
     specs_.push_back({name, tensor.scalar_type(), tensor.sizes().vec()});
   };
@@ -50,7 +50,7 @@ RunWeights::RunWeights(RunContext& context, const TrainedModel& model)
   const auto check = [this](const std::string& key, const std::string& file) {
     named(context_.config.at(key), [&] { SafetensorsWriter::check(file, specs_); });
   };
-  const std::string &folder = context_.config.checkpoint.folder, &path = context_.config.train.save;
+  const std::string &folder = context_.config.checkpoint.folder, &path = own_.train.save;
   if (!folder.empty()) check("checkpoint.folder", folder + "/…/weights.safetensors");
   if (!path.empty() && !is_torch_path(path)) check("train.save", path);
 }
@@ -106,9 +106,9 @@ void RunWeights::open(const Checkpoint& checkpoint) {
 
 /// Opens the files and matches their names with the model's.
 void RunWeights::open_init() {
-  const ModelConfig& config = context_.config.model;
+  const ModelConfig& config = own_.model;
   if (!config.init.empty()) {
-    named(context_.config.at("model.init"), [&] {
+    named(own_.at("model.init"), [&] {
       initial_ = std::make_unique<Weights>(config.init, config.init_options);
       initial_names_ = model_.match_weights
                            ? model_.match_weights(*initial_, config.strict)
@@ -117,16 +117,14 @@ void RunWeights::open_init() {
     report_unmatched(initial_names_.unmatched);
     skip_initial_values();
   }
-  if (!context_.config.optimizer_init.path.empty()) open_optimizer_init();
+  if (!own_.optimizer_init.path.empty()) open_optimizer_init();
 }
 
 void RunWeights::load(ModelWrapper& wrapper, const Checkpoint* checkpoint) {
   wrapper_ = &wrapper;
   if (initial_) {
     if (checkpoint != nullptr) checkpoint->read_together([&] { load_initial(); });
-    else
-      agree(context_.group,
-            [&] { named(context_.config.at("model.init"), [&] { load_initial(); }); });
+    else agree(context_.group, [&] { named(own_.at("model.init"), [&] { load_initial(); }); });
     wrapper.publish_shards();
     initial_.reset();
   }
@@ -144,7 +142,8 @@ void RunWeights::skip_initial_values() {
 void RunWeights::report_unmatched(const UnmatchedNames& names) const {
   const auto report = [&](const char* what, const std::vector<std::string>& list) {
     if (!list.empty())
-      context_.say(fmt::format("model.init: {} {}: {}", list.size(), what, fmt::join(list, ", ")));
+      context_.say(fmt::format("{}model.init: {} {}: {}", own_.prefix(), list.size(), what,
+                               fmt::join(list, ", ")));
   };
   report("missing names, which keep their initial values", names.missing);
   report("unexpected names, which are not read", names.unexpected);
@@ -170,13 +169,12 @@ void RunWeights::load_initial() {
 
 /// Opens optimizer.init and finds the order of its parameters. Local.
 void RunWeights::open_optimizer_init() {
-  named(context_.config.at("optimizer.init"), [&] {
-    optimizer_init_.emplace(context_.config.optimizer_init.path,
-                            context_.config.optimizer_init.key);
+  named(own_.at("optimizer.init"), [&] {
+    optimizer_init_.emplace(own_.optimizer_init.path, own_.optimizer_init.key);
     std::vector<size_t> sizes;
     for (const auto& group : optimizer_init_->groups()) {
       sizes.push_back(group.parameters);
-      check_decay(context_.config, group);
+      check_decay(own_, group);
     }
     optimizer_names_ = names_for_python(sizes);
   });
@@ -192,7 +190,7 @@ std::vector<std::string> RunWeights::names_for_python(
     if (parameter.requires_grad()) trained.push_back(name);
   }
   std::vector<size_t> own_sizes;
-  for (const auto& group : context_.config.optimizer.groups(*model_.module)) {
+  for (const auto& group : own_.optimizer.groups(*model_.module)) {
     own_sizes.push_back(group.parameters.size());
     for (const auto& [name, parameter] : group.parameters) grouped.push_back(name);
   }
@@ -202,14 +200,14 @@ std::vector<std::string> RunWeights::names_for_python(
   throw UsageError(fmt::format(
       "{}: its parameter groups have {} parameters; expected {}, those of the config's groups, or "
       "one group of {}, the model's parameters",
-      context_.config.optimizer_init.path, fmt::join(group_sizes, ", "), fmt::join(own_sizes, ", "),
+      own_.optimizer_init.path, fmt::join(group_sizes, ", "), fmt::join(own_sizes, ", "),
       all.size()));
 }
 
 /// Each rank reads the state of its shards. Collective.
 void RunWeights::load_optimizer_init() {
   agree(context_.group, [&] {
-    named(context_.config.at("optimizer.init"), [&] {
+    named(own_.at("optimizer.init"), [&] {
       context_.heartbeat.enter(Phase::starting, 0);
       std::vector<ElementRange> ranges;
       for (const ElementRange& range : wrapper_->shards()) ranges.push_back(range);
@@ -217,9 +215,8 @@ void RunWeights::load_optimizer_init() {
       try {
         wrapper_->take_state_slices(std::move(slices));
       } catch (const UsageError& error) {
-        throw UsageError(fmt::format("{} is not the state of {}: {}",
-                                     context_.config.optimizer_init.path,
-                                     context_.config.optimizer.type, error.what()));
+        throw UsageError(fmt::format("{} is not the state of {}: {}", own_.optimizer_init.path,
+                                     own_.optimizer.type, error.what()));
       }
     });
   });
@@ -237,9 +234,9 @@ void RunWeights::report_other_options() const {
       const auto found = theirs[i].options.find(name);
       if (found == theirs[i].options.end() || found->second == value) continue;
       context_.say(
-          fmt::format("warning: optimizer.init: {} of group {} is {} in {} and {} in the "
+          fmt::format("warning: {}optimizer.init: {} of group {} is {} in {} and {} in the "
                       "config, which counts",
-                      name, i, to_string(found->second), context_.config.optimizer_init.path,
+                      own_.prefix(), name, i, to_string(found->second), own_.optimizer_init.path,
                       to_string(value)));
     }
   }
@@ -247,7 +244,7 @@ void RunWeights::report_other_options() const {
 
 /// Frozen parameters have no state and are left out.
 void RunWeights::save_optimizer() {
-  const std::string& path = context_.config.train.save_optimizer;
+  const std::string& path = own_.train.save_optimizer;
   if (path.empty()) return;
   context_.heartbeat.enter(Phase::saving, context_.heartbeat.step());
   OptimizerStateDict dict;
@@ -267,13 +264,12 @@ void RunWeights::save_optimizer() {
 }
 
 void RunWeights::save(int64_t steps) {
-  const std::string& path = context_.config.train.save;
+  const std::string& path = own_.train.save;
   if (path.empty()) return;
   SaveWeightsOptions options;
   options.metadata = kMetadata;
   options.rank0_from = parameter_count_;
-  if (context_.config.train.max_shard_bytes > 0)
-    options.max_shard_bytes = context_.config.train.max_shard_bytes;
+  if (own_.train.max_shard_bytes > 0) options.max_shard_bytes = own_.train.max_shard_bytes;
   options.check = [&](size_t i, const at::Tensor& tensor) {
     const std::string nonfinite = i < parameter_count_ ? nonfinite_text(tensor) : "";
     if (nonfinite.empty()) return;
@@ -289,10 +285,10 @@ void RunWeights::save(int64_t steps) {
   agree(context_.group, [&] {
     if (!context_.first()) return;
     context_.say("weights written to " + path);
-    if (is_weights_folder(path) && std::filesystem::is_directory(context_.config.model.init))
-      for (const auto& name : copy_other_files(context_.config.model.init, path))
-        context_.say(name + " copied from " + context_.config.model.init);
-    if (context_.config.train.save_config) {
+    if (is_weights_folder(path) && std::filesystem::is_directory(own_.model.init))
+      for (const auto& name : copy_other_files(own_.model.init, path))
+        context_.say(name + " copied from " + own_.model.init);
+    if (own_.train.save_config) {
       const auto beside = std::filesystem::path(path).parent_path() / "config.json";
       write_file(beside.string(), model_.config_json);
       context_.say("its config written to " + beside.string());

@@ -14,14 +14,15 @@
 
 namespace tessera::train {
 
-/// The weights of a run on disk: in checkpoints, at model.init and at train.save; and the state of
-/// an optimizer of Python's torch.optim, at optimizer.init and train.save_optimizer. Collective
-/// unless marked "Local.".
+/// The weights of one model of a run, or of all together, on disk: in checkpoints, at model.init
+/// and at train.save; and the state of an optimizer of Python's torch.optim, at optimizer.init and
+/// train.save_optimizer. Collective unless marked "Local.".
 class RunWeights {
  public:
-  /// `model` must live longer. Refuses tensors that the files of this run cannot hold, such as
+  /// `own`: the model's sections; those of the run for all models together. The arguments must live
+  /// longer. Refuses tensors that the files of this run cannot hold, such as
   /// those with the format's reserved name. Otherwise only the first save would fail. Local.
-  RunWeights(RunContext& context, const TrainedModel& model);
+  RunWeights(RunContext& context, const ModelSections& own, const TrainedModel& model);
 
   int64_t elements() const { return elements_; }  ///< of the parameters
   int64_t bytes(bool with_buffers) const;         ///< Local.
@@ -53,6 +54,7 @@ class RunWeights {
   void report_other_options() const;
 
   RunContext& context_;
+  const ModelSections& own_;
   const TrainedModel& model_;
   ModelWrapper* wrapper_ = nullptr;        // after load()
   std::vector<SafetensorsSpec> specs_;     // parameters, then buffers

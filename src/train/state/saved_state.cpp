@@ -47,6 +47,30 @@ KeptSteps kept_of(const Json& json) {
   return kept;
 }
 
+SavedModel model_of(const Json& json) {
+  SavedModel saved{json.value("parallel", ""), json.value("optimizer", "")};
+  if (json.contains("loss_scale")) {
+    const Json& scale = json.at("loss_scale");
+    saved.loss_scale = {scale.at("scale").get<double>(), scale.at("growth_tracker").get<int64_t>()};
+  }
+  const Json meaning = json.value("model", Json::object());
+  for (const auto& [option, value] : meaning.items())
+    saved.meaning.emplace_back(option, value.get<std::string>());
+  if (json.contains("weight_average_updates"))
+    saved.average_updates = json.at("weight_average_updates").get<int64_t>();
+  return saved;
+}
+
+Json json_of(const SavedModel& saved) {
+  Json json = {{"parallel", saved.parallel}, {"optimizer", saved.optimizer}};
+  if (const auto& scale = saved.loss_scale)
+    json["loss_scale"] = {{"scale", scale->scale}, {"growth_tracker", scale->growth_tracker}};
+  json["model"] = Json::object();
+  for (const auto& [option, value] : saved.meaning) json["model"][option] = value;
+  if (saved.average_updates) json["weight_average_updates"] = *saved.average_updates;
+  return json;
+}
+
 SavedState state_of(const Json& json) {
   SavedState state;
   const Json& data = json.at("data");
@@ -57,13 +81,11 @@ SavedState state_of(const Json& json) {
                 data.at("seed").get<uint64_t>()};
   state.global_batch =
       json.value("global_batch", state.step > 0 ? state.data.position / state.step : 0);
-  state.parallel = json.value("parallel", "");
-  state.optimizer = json.value("optimizer", "");
+  if (!json.contains("models")) state.models[""] = model_of(json);
+  else
+    for (const auto& [name, model] : json.at("models").items())
+      state.models[name] = model_of(model);
   state.ranks = json.value("ranks", 0);
-  if (json.contains("loss_scale")) {
-    const Json& scale = json.at("loss_scale");
-    state.loss_scale = {scale.at("scale").get<double>(), scale.at("growth_tracker").get<int64_t>()};
-  }
   if (json.contains("early_stop")) {
     const Json& stop = json.at("early_stop");
     state.best.early_stop = {{}, stop.at("waited").get<int64_t>(), stop.at("stopped").get<bool>()};
@@ -71,13 +93,8 @@ SavedState state_of(const Json& json) {
   }
   if (json.contains("best_weights")) state.best.weights = ranked_of(json.at("best_weights"));
   if (json.contains("keep_best")) state.best.kept = kept_of(json.at("keep_best"));
-  const Json model = json.value("model", Json::object());
-  for (const auto& [option, value] : model.items())
-    state.model.emplace_back(option, value.get<std::string>());
   if (json.contains("evaluation_due"))
     state.evaluation_due = record_of(json.at("evaluation_due"), state.step - 1);
-  if (json.contains("weight_average_updates"))
-    state.average_updates = json.at("weight_average_updates").get<int64_t>();
   state.local_sgd = json.value("local_sgd", Json());
   state.left_out = json.value("left_out", state.left_out);
   if (json.contains("best_eval_loss"))
@@ -95,11 +112,10 @@ std::string to_text(const SavedState& state) {
       {"samples", data.position},
       {"global_batch", state.global_batch},
       {"data", {{"size", data.size}, {"order", to_string(data.order)}, {"seed", data.seed}}},
-      {"parallel", state.parallel},
-      {"optimizer", state.optimizer},
       {"ranks", state.ranks}};
-  if (const auto& scale = state.loss_scale)
-    json["loss_scale"] = {{"scale", scale->scale}, {"growth_tracker", scale->growth_tracker}};
+  for (const auto& [name, model] : state.models)
+    if (name.empty()) json.update(json_of(model));
+    else json["models"][name] = json_of(model);
   if (const auto& stop = state.best.early_stop)
     json["early_stop"] = {{"best", stop->best ? Json(*stop->best) : Json()},
                           {"waited", stop->waited},
@@ -110,10 +126,7 @@ std::string to_text(const SavedState& state) {
     json["keep_best"]["checkpoints"] = Json::array();
     for (const auto& each : kept->steps) json["keep_best"]["checkpoints"].push_back(json_of(each));
   }
-  json["model"] = Json::object();
-  for (const auto& [option, value] : state.model) json["model"][option] = value;
   if (state.evaluation_due) json["evaluation_due"] = saved_record(*state.evaluation_due);
-  if (state.average_updates) json["weight_average_updates"] = *state.average_updates;
   if (!state.local_sgd.is_null()) json["local_sgd"] = state.local_sgd;
   if (!state.left_out.empty()) json["left_out"] = state.left_out;
   if (state.best_eval_loss) json["best_eval_loss"] = *state.best_eval_loss;

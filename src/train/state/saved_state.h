@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <set>
 #include <string>
@@ -36,20 +37,24 @@ struct BestState {
   std::optional<KeptSteps> kept = {};
 };
 
+/// One model of a run.
+struct SavedModel {
+  std::string parallel = {}, optimizer = {};  ///< types
+  std::optional<GradScaler::State> loss_scale = {};
+  std::vector<std::pair<std::string, std::string>> meaning = {};  ///< ModelPlan::meaning
+  std::optional<int64_t> average_updates = {};
+};
+
 /// The state.json of a checkpoint. A value that is not there was not part of the run.
 struct SavedState {
   int64_t step = 0;          ///< steps done
   int64_t global_batch = 0;  ///< 0: unknown
   SamplerState data;
-  std::string parallel, optimizer;  ///< types
   int ranks = 0;
-  std::optional<GradScaler::State> loss_scale = {};
   BestState best = {};
-  /// ModelPlan::meaning
-  std::vector<std::pair<std::string, std::string>> model = {};
+  std::map<std::string, SavedModel> models = {};  ///< by name; that of the only one is ""
   /// The record of the last step, whose evaluation an interruption left undone.
   std::optional<StepRecord> evaluation_due = {};
-  std::optional<int64_t> average_updates = {};
   nlohmann::ordered_json local_sgd = {};  ///< of TrainingGroups::save(); null: none
   std::set<int64_t> left_out = {};        ///< steps that are not trained
   std::optional<double> best_eval_loss = {};

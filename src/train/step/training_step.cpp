@@ -59,6 +59,38 @@ double StepInput::divisor_of(int64_t part) const {
          static_cast<double>(parts[static_cast<size_t>(part)].inputs.size(0));
 }
 
+void StepResult::add_figures(const std::vector<std::pair<std::string, at::Tensor>>& values,
+                             double share) {
+  const auto numbers = read_figures(values);
+  auto& figures = record.figures;
+  figures.resize(values.size());
+  for (size_t i = 0; i < values.size(); ++i) {
+    figures[i].first = values[i].first;
+    figures[i].second += numbers[i] * share;
+  }
+}
+
+/// The first figure is the total loss.
+void StepResult::average(ProcessGroup group, const StepInput& input, bool figures_of_all) {
+  const bool data = !record.figures.empty();
+  own_loss = data ? record.figures.front().second : 0;
+  if (!figures_of_all) record.figures.clear();
+  std::vector<double> all{data ? input.weight * own_loss : 0.0};
+  const auto flags = input.flags ? input.flags() : std::vector<double>();
+  all.insert(all.end(), flags.begin(), flags.end());
+  for (const auto& [name, value] : record.figures) all.push_back(input.weight * value);
+  const at::Tensor sum = at::tensor(all, at::kDouble).to(group.control_device());
+  group.all_reduce(sum, 1, "figures of the step");
+  const at::Tensor total = sum.cpu();
+  const double* values = total.data_ptr<double>();
+  const double count = input.ranks_with_data > 0 ? input.ranks_with_data : group.size();
+  record.loss = values[0] / count;
+  if (std::isnan(record.loss) || input.left_out) record.loss = std::nan("");  // no sign
+  const double* figures = values + 1 + flags.size();
+  sums.assign(values + 1, figures);
+  for (auto& [name, value] : record.figures) value = *figures++ / count;
+}
+
 StepResult TrainingStep::run(const Progress& progress, const StepInput& input,
                              const FaultPolicy& policy, bool figures_of_all) {
   StepResult result;
@@ -74,9 +106,9 @@ StepResult TrainingStep::run(const Progress& progress, const StepInput& input,
       loss = model_.forward(part);
     }
     backward(loss, divisor / input.weight);
-    if (loss.defined()) add_figures(result.record.figures, 1 / divisor);
+    if (loss.defined()) result.add_figures(model_.figures(), 1 / divisor);
   }
-  average(input, figures_of_all, result);
+  result.average(model_.group(), input, figures_of_all);
   result.norm = std::nan("");
   if (!input.left_out && policy.may_update(result.record.loss)) {
     const Update done = update();
@@ -86,13 +118,12 @@ StepResult TrainingStep::run(const Progress& progress, const StepInput& input,
     model_.drop_gradients();
     model_.end_step({.used = false});
   }
+  result.updates = {result.updated};
   result.record.grad_norm = result.updated ? std::fabs(result.norm) : std::nan("");
   result.record.loss_scale = scaler_.scale();
   return result;
 }
 
-/// Sets the scheduled learning rate of every parameter group, computed from the group's base rate.
-/// Returns the first group's.
 double TrainingStep::set_learning_rates(const Progress& progress) {
   auto& groups = model_.optimizer().param_groups();
   for (size_t g = 0; schedule_ && g < groups.size(); ++g)
@@ -103,39 +134,6 @@ double TrainingStep::set_learning_rates(const Progress& progress) {
 void TrainingStep::backward(const at::Tensor& loss, double divisor) {
   if (!loss.defined()) return model_.shadow_backward();
   model_.backward(scaler_.scale(divisor == 1 ? loss : loss / divisor));
-}
-
-/// Adds the figures of a micro-batch, which has this share of the rank's samples.
-void TrainingStep::add_figures(StepRecord::Figures& figures, double share) const {
-  const auto& values = model_.figures();
-  const auto numbers = read_figures(values);
-  figures.resize(values.size());
-  for (size_t i = 0; i < values.size(); ++i) {
-    figures[i].first = values[i].first;
-    figures[i].second += numbers[i] * share;
-  }
-}
-
-/// The means over the ranks with data. The first figure is the total loss.
-void TrainingStep::average(const StepInput& input, bool figures_of_all, StepResult& result) const {
-  const bool data = !result.record.figures.empty();
-  result.own_loss = data ? result.record.figures.front().second : 0;
-  if (!figures_of_all) result.record.figures.clear();
-  std::vector<double> sums{data ? input.weight * result.own_loss : 0.0};
-  const auto flags = input.flags ? input.flags() : std::vector<double>();
-  sums.insert(sums.end(), flags.begin(), flags.end());
-  for (const auto& [name, value] : result.record.figures) sums.push_back(input.weight * value);
-  ProcessGroup group = model_.group();
-  const at::Tensor sum = at::tensor(sums, at::kDouble).to(group.control_device());
-  group.all_reduce(sum, 1, "figures of the step");
-  const at::Tensor total = sum.cpu();
-  const double* values = total.data_ptr<double>();
-  const double count = input.ranks_with_data > 0 ? input.ranks_with_data : group.size();
-  double& loss = result.record.loss = values[0] / count;
-  if (std::isnan(loss) || input.left_out) loss = std::nan("");  // its sign says nothing
-  const double* figures = values + 1 + flags.size();
-  result.sums.assign(values + 1, figures);
-  for (auto& [name, value] : result.record.figures) value = *figures++ / count;
 }
 
 TrainingStep::Update TrainingStep::update() {

@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/detail/torch_compat.h"
@@ -39,23 +41,42 @@ struct StepInput {
 };
 
 struct StepResult {
-  StepRecord record;         ///< loss, grad_norm, lr, loss_scale; figures unless in a join
-  double own_loss = 0;       ///< of this rank
-  double norm = 0;           ///< of the mean gradient, before clipping; NaN if there was none
-  bool updated = false;      ///< whether the parameters have changed
-  std::vector<double> sums;  ///< of `flags`
+  StepRecord record;          ///< loss, grad_norm, lr, loss_scale; figures unless in a join
+  double own_loss = 0;        ///< of this rank
+  double norm = 0;            ///< of the mean gradient, before clipping; NaN if there was none
+  bool updated = false;       ///< whether the parameters have changed; with several models, whether
+                              ///< no update was left out
+  std::vector<bool> updates;  ///< of each model, whether its parameters have changed
+  std::string model = "";     ///< of several, the first one of whose updates was left out
+  std::vector<double> sums;   ///< of `flags`
+
+  /// Reads the figures of this rank's batch or micro-batch, which has this share of its samples.
+  void add_figures(const std::vector<std::pair<std::string, at::Tensor>>& values, double share);
+  /// Makes the figures and the loss means over the ranks with data. Collective.
+  void average(ProcessGroup group, const StepInput& input, bool figures_of_all);
 };
 
-/// One step of training, from learning rates to update. Collective in model.group(), unless
-/// "Local.".
-class TrainingStep {
+/// What a run does in one step. Collective.
+class RunStep {
+ public:
+  virtual ~RunStep() = default;
+  /// `figures_of_all`: every rank has data, so that all know the names of figures.
+  virtual StepResult run(const Progress& progress, const StepInput& input,
+                         const FaultPolicy& policy, bool figures_of_all) = 0;
+};
+
+/// One step of training of one model, from learning rates to update. Collective in model.group(),
+/// unless "Local.".
+class TrainingStep : public RunStep {
  public:
   /// UsageError for impossible options. Without a schedule the rates stay. Local.
   TrainingStep(ModelWrapper& model, OptimWrapperOptions options, LrSchedule schedule = {});
 
-  /// A whole step. `figures_of_all`: every rank has data, so that all know the names of figures.
   StepResult run(const Progress& progress, const StepInput& input, const FaultPolicy& policy,
-                 bool figures_of_all = true);
+                 bool figures_of_all) override;
+  /// Part of a step: sets the scheduled learning rate of every parameter group, computed from the
+  /// group's base rate. Returns the first group's. Local.
+  double set_learning_rates(const Progress& progress);
   /// Part of a step: backward of loss / divisor; `loss` is undefined on a rank without data.
   void backward(const at::Tensor& loss, double divisor);
   struct Update {
@@ -68,10 +89,6 @@ class TrainingStep {
   const OptimWrapperOptions& options() const { return options_; }
 
  private:
-  double set_learning_rates(const Progress& progress);
-  void add_figures(StepRecord::Figures& figures, double share) const;
-  void average(const StepInput& input, bool figures_of_all, StepResult& result) const;
-
   ModelWrapper& model_;
   OptimWrapperOptions options_;
   LrSchedule schedule_;

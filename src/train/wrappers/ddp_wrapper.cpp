@@ -1,7 +1,7 @@
 #include "tessera/distributed_data_parallel.h"
 #include "tessera/train/registries.h"
 #include "train/config/read_component.h"
-#include "train/wrappers/loss_module.h"
+#include "train/wrappers/called_module.h"
 #include "train/wrappers/whole_wrapper.h"
 #include "train/wrappers/wrapper_functions.h"
 
@@ -16,11 +16,15 @@ class DdpWrapper : public WholeWrapper {
       : WholeWrapper(std::move(context)),
         hook_(std::move(hook)),
         shares_(options.share_parameters),
-        ddp_(LossModule{model_.module, [this](const Batch& batch) { return compute_loss(batch); }},
-             group_, with_overlap(with_hook(options, hook_), overlap, group_)) {
+        ddp_(CalledModule{model_.module}, group_,
+             with_overlap(with_hook(options, hook_), overlap, group_)) {
     buffers_are_equal_ = options.buffers != BufferSync::none;
   }
 
+  /// An evaluation is no forward of DistributedDataParallel, which would communicate.
+  at::Tensor call(const std::function<at::Tensor()>& function) override {
+    return at::GradMode::is_enabled() ? ddp_(function) : function();
+  }
   void shadow_backward() override { ddp_.shadow_backward(); }
   std::unique_ptr<NoSync> no_sync() override {
     return std::unique_ptr<NoSync>(new NoSync(ddp_.no_sync()));
@@ -63,7 +67,6 @@ class DdpWrapper : public WholeWrapper {
   }
 
  protected:
-  at::Tensor forward(const Batch& batch) override { return ddp_(batch); }
   int64_t gradient_bytes() const override { return ddp_.gradient_bytes(); }
 
  private:
@@ -75,7 +78,7 @@ class DdpWrapper : public WholeWrapper {
 
   CommHookPlan::Instance hook_;
   bool shares_;  // frozen parameters
-  DistributedDataParallel<LossModule> ddp_;
+  DistributedDataParallel<CalledModule> ddp_;
 };
 
 }  // namespace

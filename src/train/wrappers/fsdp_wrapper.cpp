@@ -5,7 +5,7 @@
 #include "tessera/fully_sharded_data_parallel.h"
 #include "tessera/train/registries.h"
 #include "train/config/read_component.h"
-#include "train/wrappers/loss_module.h"
+#include "train/wrappers/called_module.h"
 #include "train/wrappers/wrapper_functions.h"
 
 namespace tessera::train {
@@ -20,8 +20,7 @@ class FsdpWrapper : public ModelWrapper {
       : ModelWrapper(std::move(context.model), std::move(context.preprocessor),
                      std::move(context.group)),
         groups_(context.optimizer.groups(*model_.module)),
-        fsdp_(LossModule{model_.module, [this](const Batch& batch) { return compute_loss(batch); }},
-              group_, with_overlap(options, overlap, group_)) {
+        fsdp_(CalledModule{model_.module}, group_, with_overlap(options, overlap, group_)) {
     std::map<std::string, at::Tensor> named;
     for (const auto& [name, shard] : fsdp_.named_parameters()) {
       named[name] = shard;
@@ -47,6 +46,11 @@ class FsdpWrapper : public ModelWrapper {
     fsdp_.check_optimizer(*optimizer_);
   }
 
+  at::Tensor call(const std::function<at::Tensor()>& function) override { return fsdp_(function); }
+  Batch cast(Batch batch) const override {
+    batch.inputs = fsdp_.cast_input(batch.inputs);
+    return batch;
+  }
   void shadow_backward() override { fsdp_.shadow_backward(); }
   Joinable* joinable() override { return &fsdp_; }
   std::unique_ptr<NoSync> no_sync() override {
@@ -129,20 +133,10 @@ class FsdpWrapper : public ModelWrapper {
             unsharded.optimizer_state / ranks};
   }
 
- protected:
-  at::Tensor forward(const Batch& batch) override { return fsdp_(batch); }
-  void run(const std::function<void()>& function) override {
-    fsdp_.call([&](LossModule&) { function(); });
-  }
-  Batch cast(Batch batch) const override {
-    batch.inputs = fsdp_.cast_input(batch.inputs);
-    return batch;
-  }
-
  private:
   std::vector<ParameterGroup>
       groups_;  // used until the optimizer exists; constructed before fsdp_ shards the parameters
-  FullyShardedDataParallel<LossModule> fsdp_;
+  FullyShardedDataParallel<CalledModule> fsdp_;
   std::set<std::string> sharded_;  // names of the sharded parameters; all others are ignored
   std::vector<at::Tensor> trained_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;

@@ -61,10 +61,12 @@ std::vector<ParameterShard> ModelWrapper::loaded_shards() {
   return result;
 }
 
-at::Tensor ModelWrapper::compute_loss(const Batch& batch) {
-  ParsedLosses losses = parse_losses(model_.loss(cast(batch)));
-  figures_ = std::move(losses.values);
-  return losses.total;
+at::Tensor ModelWrapper::forward(const Batch& batch) {
+  return call([&] {
+    ParsedLosses losses = parse_losses(model_.loss(cast(batch)));
+    figures_ = std::move(losses.values);
+    return losses.total;
+  });
 }
 
 Batch ModelWrapper::prepared(const Batch& batch) const {
@@ -134,9 +136,7 @@ at::Tensor ModelWrapper::val_step(const Batch& batch) {
   require_prediction(model_);
   const torch::NoGradGuard no_grad;
   const Batch input = preprocessor_ ? preprocessor_(batch, false) : batch;
-  at::Tensor output;
-  run([&] { output = model_.predict(cast(input)); });
-  return output;
+  return call([&] { return model_.predict(cast(input)); });
 }
 
 ParsedLosses ModelWrapper::val_losses(const Batch& batch, Evaluated* evaluated) {
@@ -144,13 +144,14 @@ ParsedLosses ModelWrapper::val_losses(const Batch& batch, Evaluated* evaluated) 
   const torch::NoGradGuard no_grad;
   const Batch input = preprocessor_ ? preprocessor_(batch, false) : batch;
   ParsedLosses losses;
-  run([&] {
+  call([&] {
     const Batch used = cast(input);
     at::Tensor prediction;
     if (evaluated != nullptr) prediction = model_.predict(used);
     const bool once = evaluated != nullptr && model_.loss_of_prediction;
     losses = parse_losses(once ? model_.loss_of_prediction(prediction, used) : model_.loss(used));
     if (evaluated != nullptr) *evaluated = {input, prediction};
+    return losses.total;
   });
   return losses;
 }

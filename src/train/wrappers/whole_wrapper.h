@@ -49,7 +49,6 @@ class WholeWrapper : public ModelWrapper {
   MemoryUse memory() override;
 
  protected:
-  at::Tensor forward(const Batch& batch) override { return compute_loss(batch); }
   /// Updates the parameters.
   virtual void step() { optimizer_->step(); }
   virtual int64_t gradient_bytes() const;

@@ -145,9 +145,6 @@ class ZeroWrapper : public ModelWrapper {
             unsharded.optimizer_state / ranks};
   }
 
- protected:
-  at::Tensor forward(const Batch& batch) override { return compute_loss(batch); }
-
  private:
   bool shards_gradients() const { return optimizer_.options().shard_gradients; }
 

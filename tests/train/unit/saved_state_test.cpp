@@ -16,14 +16,12 @@ SavedState full_state() {
   state.step = 7;
   state.global_batch = 12;
   state.data = {84, 600, SampleOrder::sequential, 18446744073709551615u};
-  state.parallel = "ZeroRedundancyOptimizer";
-  state.optimizer = "AdamW";
+  state.models[""] = {
+      "ZeroRedundancyOptimizer", "AdamW", {{32768, 5}}, {{"z", "1"}, {"activation", "gelu"}}, 6};
   state.ranks = 3;
-  state.loss_scale = {32768, 5};
   state.best.early_stop = {0.1, 2, false};
   state.best.weights = {5, 0.25};
   state.best.kept = {"accuracy", true, {{4, 0.5}, {2, 0.125}}};
-  state.model = {{"z", "1"}, {"activation", "gelu"}};
   StepRecord record;
   record.step = 6;
   record.loss = 0.1;
@@ -36,7 +34,6 @@ SavedState full_state() {
   record.loss_scale = 32768;
   record.figures = {{"loss", 0.1}, {"accuracy", std::nan("")}};
   state.evaluation_due = record;
-  state.average_updates = 6;
   state.local_sgd = {{"groups", 2}, {"under_way", true}};
   state.left_out = {3, 5};
   state.best_eval_loss = 0.3;
@@ -53,9 +50,10 @@ TEST(SavedState, EveryFieldComesBack) {
   EXPECT_EQ(back.data.size, 600);
   EXPECT_EQ(back.data.order, SampleOrder::sequential);
   EXPECT_EQ(back.data.seed, 18446744073709551615u);
-  EXPECT_EQ(back.parallel + " " + back.optimizer, "ZeroRedundancyOptimizer AdamW");
+  const SavedModel& model = back.models.at("");
+  EXPECT_EQ(model.parallel + " " + model.optimizer, "ZeroRedundancyOptimizer AdamW");
   EXPECT_EQ(back.ranks, 3);
-  EXPECT_EQ(back.loss_scale.value().growth_tracker, 5);
+  EXPECT_EQ(model.loss_scale.value().growth_tracker, 5);
   EXPECT_EQ(back.best.early_stop.value().best, 0.1);
   EXPECT_EQ(back.best.early_stop.value().waited, 2);
   EXPECT_EQ(back.best.weights.value().step, 5);
@@ -66,22 +64,36 @@ TEST(SavedState, EveryFieldComesBack) {
   ASSERT_EQ(kept.steps.size(), 2u);
   EXPECT_EQ(kept.steps[1].step, 2);
   EXPECT_EQ(kept.steps[1].value, 0.125);
-  EXPECT_EQ(back.model, all.model) << "in their order";
+  EXPECT_EQ(model.meaning, all.models.at("").meaning) << "in their order";
   EXPECT_EQ(back.evaluation_due.value().step, 6);
   EXPECT_EQ(back.evaluation_due.value().ms, 3.25);
   EXPECT_TRUE(std::isnan(back.evaluation_due.value().grad_norm));
   EXPECT_EQ(back.evaluation_due.value().figures[0].second, 0.1);
   EXPECT_TRUE(std::isnan(back.evaluation_due.value().figures[1].second));
-  EXPECT_EQ(back.average_updates, 6);
+  EXPECT_EQ(model.average_updates, 6);
   EXPECT_EQ(back.local_sgd, all.local_sgd);
   EXPECT_EQ(back.left_out, all.left_out);
   EXPECT_EQ(back.best_eval_loss, 0.3);
   EXPECT_EQ(back.hooks, all.hooks);
 }
 
+TEST(SavedState, SeveralModelsComeBackByName) {
+  SavedState state = full_state();
+  state.models = {{"actor", {"FullyShardedDataParallel", "SGD"}},
+                  {"critic", {"none", "AdamW", {{8, 1}}, {{"z", "2"}}, 3}}};
+  const SavedState back = saved_state_of(to_text(state), "");
+  ASSERT_EQ(back.models.size(), 2u);
+  EXPECT_EQ(back.models.at("actor").optimizer, "SGD");
+  EXPECT_FALSE(back.models.at("actor").loss_scale || back.models.at("actor").average_updates);
+  EXPECT_EQ(back.models.at("critic").loss_scale.value().scale, 8);
+  EXPECT_EQ(back.models.at("critic").meaning[0].second, "2");
+  EXPECT_EQ(back.models.at("critic").average_updates, 3);
+}
+
 TEST(SavedState, WhatIsNotPartOfTheRunStaysOut) {
   SavedState state;
   state.data.size = 10;
+  state.models[""] = {};
   const std::string text = to_text(state);
   for (const char* key : {"loss_scale", "early_stop", "evaluation_due", "weight_average_updates",
                           "local_sgd", "left_out", "best_eval_loss"})
