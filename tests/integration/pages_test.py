@@ -131,6 +131,19 @@ class Session(Page):
         self.assertTrue((self.folder / "solver.safetensors").exists())
 
 
+class Models(Page):
+    def test_two_models_train_and_go_on_with_another_number_of_ranks(self):
+        first, second, weights = self.follow("models.md")
+        self.assertIn("parallel: generator: ZeroRedundancyOptimizer, discriminator: ZeroRedundancyOptimizer, 2 ranks", first)
+        self.assertIn("resuming from gan_run/step-", second)
+        lines = [json.loads(line) for line in (self.folder / "gan.jsonl").read_text().splitlines()]
+        self.assertEqual([line["step"] for line in lines], list(range(200)))
+        self.assertEqual(lines[-1]["lr"], lines[-1]["generator.lr"])
+        self.assertEqual(lines[-1]["discriminator.lr"], 1e-3)
+        self.assertIn("layers.2.weight", weights)
+        self.assertTrue((self.folder / "gan-discriminator.safetensors").exists())
+
+
 class OtherLanguages(Page):
     def test_a_program_in_c(self):
         ENVIRONMENT["TESSERA_LIB"] = str(BUILD / "lib")
