@@ -11,10 +11,11 @@
 // Several models in one run: a step of training that the program writes itself. docs/models.md has
 // an example.
 
+#pragma GCC visibility push(default)
 namespace tessera {
 namespace train {
-class ModelsStep;
-class TrainingStep;
+class [[gnu::visibility("hidden")]] ModelsStep;
+class [[gnu::visibility("hidden")]] TrainingStep;
 }  // namespace train
 
 /// One of the models of a run with its wrapper and its optimizer, as a train step uses it. All
@@ -108,3 +109,4 @@ struct TrainStep {
 };
 
 }  // namespace tessera
+#pragma GCC visibility pop
