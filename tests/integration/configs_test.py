@@ -78,6 +78,7 @@ class Reference(unittest.TestCase):
         "parameters_to_ignore": "the trainer trains every parameter that model.freeze does not name",
         "sync_module_states": "always: the trainer's ranks start equal",
         "broadcast_parameters": "always: the trainer's ranks start equal",
+        "device": "model.device moves the whole model",
         "reduce_gradients": "always: the trainer has no other wrapper beside it",
         "embd_pdrop": "dropout sets all three", "attn_pdrop": "dropout sets all three", "resid_pdrop": "dropout sets all three",
         "activation_checkpointing_blocks": "patterns as activation_checkpointing",
