@@ -19,6 +19,7 @@ leave_chroot() {
   for mounted in proc dev/shm dev/pts sys; do
     mountpoint -q "$root/$mounted" && umount -l "$root/$mounted"
   done
+  mountpoint -q "$root" && umount -l "$root"
   rm -rf --one-file-system "$work"
 }
 
@@ -40,8 +41,11 @@ make_chroot() {
     printf '%s\n' force-unsafe-io 'path-exclude=/usr/share/doc/*' 'path-exclude=/usr/share/man/*' \
       >"$root/etc/dpkg/dpkg.cfg.d/tessera"
   fi
+  # Tests change how mounts below / propagate, so / is one, and look up the name of the host.
+  mount --bind "$root" "$root" 2>/dev/null || skip "mounting is not allowed here"
+  grep -qs "$(hostname)" "$root/etc/hosts" || echo "127.0.1.1 $(hostname)" >>"$root/etc/hosts"
   mkdir -p "$root/dev/shm" "$root/dev/pts"
-  mount -t proc proc "$root/proc" 2>/dev/null || skip "mounting is not allowed here"
+  mount -t proc proc "$root/proc"
   mount -t sysfs sysfs "$root/sys"
   mount -t tmpfs tmpfs "$root/dev/shm"
   mount -t devpts devpts "$root/dev/pts" -o newinstance,ptmxmode=0666

@@ -26,9 +26,10 @@ TrainCommand parse_train_command(int argc, char** argv) {
   app.set_help_flag();
   app.allow_extras();
   app.add_option("CONFIG", command.file, "The config; docs/config_reference.md lists the keys");
-  app.add_option("KEY=VALUE", command.overrides,
-                 "Replaces a value: optimizer.lr=3e-4, optimizer.betas='[0.9, 0.99]', "
-                 "hooks.0.every=5");
+  // CLI11 2.4 refuses a name with "=".
+  app.add_option("OVERRIDES", command.overrides,
+                 "Each KEY=VALUE replaces a value: optimizer.lr=3e-4, "
+                 "optimizer.betas='[0.9, 0.99]', hooks.0.every=5");
   auto* nproc = app.add_option("-n,--nproc-per-node,--nproc_per_node", ranks,
                                "Starts so many ranks on this host");
   app.add_flag("--no-resume", no_resume, "Ignores the checkpoints in checkpoint.folder");

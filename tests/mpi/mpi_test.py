@@ -168,7 +168,7 @@ class OpenMpi(Mpi, unittest.TestCase):
     mpi, package = "openmpi", "libopenmpi-dev and openmpi-bin"
     options = ["--oversubscribe"]
     variables = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    death = r"exited on signal 9"
+    death = r"exited on\s+signal 9"
     two_hosts = ["--mca", "plm_rsh_agent", "{agent}", "--mca", "btl_tcp_if_include", "192.0.2.0/24", "--host", "{places}"]
 
 
@@ -182,6 +182,9 @@ class Mpich(Mpi, unittest.TestCase):
     def test_a_killed_rank_is_named_if_mpich_leaves_the_others(self):
         for case in ("killed", "killed_mpi"):
             text = self.run_case(case, 3, "multiple", code=None, words=["-disable-auto-cleanup"])
+            version = subprocess.run(["mpichversion"], capture_output=True, text=True, timeout=60).stdout
+            if not self.lines(text, "killed") and re.search(r"MPICH Version:\s+(4\.[2-9]|[5-9])", version):
+                self.skipTest("this MPICH ends the others")
             self.assertEqual(len(self.lines(text, "killed")), 2, text)
             for line in self.lines(text, "killed"):
                 self.assertRegex(line, r"rank [02] of 3 gave up in barrier.*: rank 1 ")

@@ -72,10 +72,17 @@ std::string network_of_entry(const ifaddrs& entry, int family) {
   return fmt::format("{}/{}", numeric_text(reinterpret_cast<sockaddr*>(&address), size), prefix);
 }
 
-int64_t speed_of_interface(const std::string& name) {
-  detail::Classic<std::ifstream> file("/sys/class/net/" + name + "/speed");
-  int64_t speed = 0;
-  return file >> speed && speed > 0 ? speed : 0;
+/// A positive number of the system about an interface; 0: unknown.
+int64_t number_of_interface(const std::string& name, const char* what) {
+  detail::Classic<std::ifstream> file("/sys/class/net/" + name + "/" + what);
+  int64_t number = 0;
+  return file >> number && number > 0 ? number : 0;
+}
+
+/// The flag follows the cable by up to a second.
+bool has_cable(const ifaddrs& entry) {
+  if (!(entry.ifa_flags & IFF_UP) || (entry.ifa_flags & IFF_LOOPBACK)) return false;
+  return (entry.ifa_flags & IFF_RUNNING) || number_of_interface(entry.ifa_name, "carrier") == 1;
 }
 
 }  // namespace
@@ -166,15 +173,14 @@ std::vector<NetworkInterface> network_interfaces() {
   const auto list = interfaces();
   for (const int family : {AF_INET, AF_INET6}) {
     for (const auto* entry = list.get(); entry; entry = entry->ifa_next) {
-      constexpr unsigned int kCable = IFF_UP | IFF_RUNNING;
-      if ((entry->ifa_flags & (kCable | IFF_LOOPBACK)) != kCable) continue;
+      if (!has_cable(*entry)) continue;
       auto address = address_of_entry(*entry, family);
       const bool of_link = address.starts_with("fe80:") || address.starts_with("169.254.");
       if (address.empty() || of_link) continue;
       if (family == AF_INET) have_old.insert(entry->ifa_name);
       else if (have_old.contains(entry->ifa_name)) continue;
       found.push_back({entry->ifa_name, std::move(address), network_of_entry(*entry, family),
-                       speed_of_interface(entry->ifa_name)});
+                       number_of_interface(entry->ifa_name, "speed")});
     }
   }
   return found;
