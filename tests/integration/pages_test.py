@@ -12,7 +12,8 @@ SOURCE, BUILD = (pathlib.Path(word).resolve() for word in (sys.argv.pop(1), sys.
 EXAMPLES = {path.name: path.read_text() for path in (SOURCE / "examples").glob("*.cpp")}
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("OPENBLAS_CORETYPE", "WORLD_SIZE", "RANK")}
 ENVIRONMENT.update(PATH=f"{BUILD}/bin:{os.environ['PATH']}", OMP_NUM_THREADS="1", TESSERA=str(SOURCE))
-ENVIRONMENT.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", OMPI_MCA_rmaps_base_oversubscribe="1")
+ENVIRONMENT.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", OMPI_MCA_rmaps_base_oversubscribe="1",
+                   PRTE_MCA_rmaps_default_mapping_policy=":oversubscribe")  # Open MPI 5
 LOSS = re.compile(r"loss (\d[\d.e+-]*)")
 
 

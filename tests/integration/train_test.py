@@ -43,6 +43,7 @@ def without_key_bias(name, values):
 def environment():
     drop = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TESSERA_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC")
     env = {k: v for k, v in os.environ.items() if not k.startswith(drop) and k != "OPENBLAS_CORETYPE"}
+    env["USE_LIBUV"] = "0"  # the libtorch of Debian 13 has no libuv, and its torchrun asks for it
     env.update(OMP_NUM_THREADS="1", OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
     return env
 
