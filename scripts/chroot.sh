@@ -1,4 +1,4 @@
-# For scripts that work in a chroot of Debian; they source it.
+# For scripts that work in a chroot of Debian, or with packages of another one; they source it.
 #   NAME      the script's name, for its messages.
 #   make_chroot SUITE
 #             sets `work`, a new folder that is removed at the end, and `root`: a chroot of that
@@ -13,6 +13,12 @@ skip() {
 }
 
 done_with() { echo "$NAME: $1, after $SECONDS s"; }
+
+# The first mirror of this system's apt; nothing if it has none.
+debian_mirror() {
+  sed -nE 's/^(URIs:|deb( \[[^]]*\])?) *(https?:[^ ]*debian\/?)( .*)?$/\3/p' \
+    /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null | head -n 1 || true
+}
 
 leave_chroot() {
   # Lazily: after a signal, programs in the chroot may still be about to end.
@@ -32,8 +38,7 @@ make_chroot() {
   root=${CHROOT:-$work/root}
   trap leave_chroot EXIT
   if [ ! -x "$root/usr/bin/apt-get" ]; then
-    mirror=${MIRROR:-$(sed -nE 's/^(URIs:|deb( \[[^]]*\])?) *(https?:[^ ]*debian\/?)( .*)?$/\3/p' \
-      /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null | head -n 1 || true)}
+    mirror=${MIRROR:-$(debian_mirror)}
     mkdir -p "$root"
     debootstrap --variant=minbase "$suite" "$root" ${mirror:+"$mirror"} >"$work/debootstrap.log" 2>&1 ||
       { tail -n 5 "$work/debootstrap.log" >&2; skip "debootstrap failed"; }

@@ -7,7 +7,7 @@
 #
 # LABEL           the label of the tests. Default: quick.
 # BUILD=FOLDER    the build folder; its folder root/ has the packages. Default: build-arm64.
-# MIRROR=URL      where apt gets the packages. Default: http://deb.debian.org/debian.
+# MIRROR=URL      where apt gets the packages. Default: the first mirror of this system's apt.
 #
 # Needs root, g++-aarch64-linux-gnu, qemu-user-static, a Linux that runs aarch64's programs with it
 # (since 6.7 each user namespace has its own list of such formats), and about 3 GB. Ends with 77
@@ -18,10 +18,8 @@ label=${1:-quick}
 build=$(realpath -m "${BUILD:-build-arm64}")
 root=$build/root
 
-skip() {
-  echo "test_arm64: not run: $1" >&2
-  exit 77
-}
+NAME=test_arm64
+. scripts/chroot.sh
 for tool in aarch64-linux-gnu-g++:g++-aarch64-linux-gnu qemu-aarch64-static:qemu-user-static; do
   command -v "${tool%:*}" >/dev/null || skip "no ${tool%:*} (apt-get install ${tool#*:})"
 done
@@ -52,13 +50,15 @@ emulated true ||
 # The packages of install_dependencies.sh and those that they need, unpacked and not installed. apt
 # has a configuration, lists and a state of its own for this.
 unpack_packages() {
-  local apt=$build/apt
+  local apt=$build/apt mirror
+  mirror=${MIRROR:-$(debian_mirror)}
+  [ -n "$mirror" ] || skip "apt has no mirror of Debian: set MIRROR"
   rm -rf "$root"
   mkdir -p "$apt/lists/partial" "$apt/archives/partial" "$root"/usr/{bin,sbin,lib}
   ln -s usr/bin usr/sbin usr/lib "$root"
   : >"$apt/status"
   echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg]" \
-    "${MIRROR:-http://deb.debian.org/debian} bookworm main" >"$apt/sources.list"
+    "$mirror bookworm main" >"$apt/sources.list"
   cat >"$apt/apt.conf" <<APT
 APT::Architecture "arm64";
 APT::Architectures { "arm64"; };
