@@ -172,7 +172,7 @@ class DeviceTransport : public TransportOver {
                return backend_->_reduce_scatter_base(output, input, options);
              })});
     } else {
-      if (!output.is_alias_of(own)) output.copy_(own);
+      if (data_of(output) != data_of(own)) output.copy_(own);  // also within one allocation
       std::vector<C10dWork> works;
       for (int r = 0; r < size_; ++r) {
         const auto part = r == rank_ ? output : segment_of(input, counts, r);

@@ -31,6 +31,13 @@ struct Host {
   std::map<std::string, NetworkInterface> networks;
 };
 
+BrokenWorldError missing(const World& world, const std::vector<int>& ranks) {
+  return BrokenWorldError(
+      fmt::format("init_process_group: rank {} of {}: {} did not arrive within {} ms", world.rank,
+                  world.size, rank_list(ranks), world.options.timeout.count()),
+      ranks);
+}
+
 std::vector<std::string> values_of_all(const World& world, const std::string& name,
                                        const std::string& value) {
   try {
@@ -39,12 +46,16 @@ std::vector<std::string> values_of_all(const World& world, const std::string& na
                                             Clock::now() + world.options.timeout))
       values[rank] = std::move(presence.value);
     return values;
-  } catch (const RanksMissing& missing) {
-    throw BrokenWorldError(
-        fmt::format("init_process_group: rank {} of {}: {} did not arrive within {} ms", world.rank,
-                    world.size, rank_list(missing.ranks), world.options.timeout.count()),
-        missing.ranks);
+  } catch (const RanksMissing& error) {
+    throw missing(world, error.ranks);
   }
+}
+
+/// The number of the host that has this first rank.
+size_t number_of(const std::vector<Host>& hosts, int first) {
+  size_t number = 0;
+  while (hosts[number].rank != first) ++number;
+  return number;
 }
 
 std::string text_of(const World& world, const std::vector<NetworkInterface>& own) {
@@ -117,15 +128,20 @@ void exchange(Mailbox& mailbox, const std::vector<int>& to, const std::vector<in
 double try_network(const World& world, const std::vector<Host>& hosts, const Network& network,
                    size_t number) {
   const int size = static_cast<int>(hosts.size());
-  const int host = static_cast<int>(
-      std::find_if(hosts.begin(), hosts.end(), [&](auto& h) { return h.rank == world.rank; }) -
-      hosts.begin());
+  const int host = static_cast<int>(number_of(hosts, world.rank));
   auto members = World::start(host, size, world.options);
   members.same_host = false;
   members.address = network.addresses[host];
   members.store =
       c10::make_intrusive<c10d::PrefixStore>(fmt::format("network{}/", number), world.store);
-  const auto mailbox = make_tcp_mailbox(members);
+  std::unique_ptr<Mailbox> mailbox;
+  try {
+    mailbox = make_tcp_mailbox(members);
+  } catch (const BrokenWorldError& error) {  // counts hosts
+    std::vector<int> ranks;
+    for (const int other : error.ranks()) ranks.push_back(hosts[other].rank);
+    throw missing(world, ranks);
+  }
   const auto deadline = Clock::now() + kLongestTrial;
   std::vector<int> others;
   for (int other = 0; other < size; ++other)
@@ -139,7 +155,7 @@ double try_network(const World& world, const std::vector<Host>& hosts, const Net
     exchange(*mailbox, next, previous, kTrialBytes, deadline);
     exchange(*mailbox, previous, next, 1, deadline);  // all has arrived
     rate = kTrialBytes / std::chrono::duration<double>(Clock::now() - start).count();
-  } catch (const std::runtime_error&) {
+  } catch (const std::runtime_error&) {  // a host is not reached
   }
   return rate;
 }
@@ -194,9 +210,7 @@ std::string fastest_address(const World& world, const std::vector<NetworkInterfa
   const size_t chosen = fastest_of(networks);
   if (world.rank == 0) log_choice(networks, chosen);
   if (chosen == 0) return world.address;
-  size_t host = 0;
-  while (hosts[host].rank != world.hosts[world.rank]) ++host;
-  return networks[chosen].addresses[host];
+  return networks[chosen].addresses[number_of(hosts, world.hosts[world.rank])];
 }
 
 }  // namespace tessera::comm
