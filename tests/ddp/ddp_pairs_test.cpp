@@ -65,12 +65,6 @@ at::Tensor pair_samples(int step, int rank) {
   return at::randn({4, 5}, at::make_generator<at::CPUGeneratorImpl>(10 * step + rank));
 }
 
-std::vector<at::Tensor> pair_weights(const PairNet& net) {
-  std::vector<at::Tensor> result;
-  for (const auto& each : net->parameters()) result.push_back(each.detach().clone());
-  return result;
-}
-
 std::vector<at::Tensor> train_pair_plainly(int world) {
   auto net = seeded<PairNet>(3);
   auto optimizer = adamw({net->parameters()});
@@ -80,7 +74,7 @@ std::vector<at::Tensor> train_pair_plainly(int world) {
       (net(pair_samples(step, rank)).square().mean() / world).backward();
     optimizer->step();
   }
-  return pair_weights(net);
+  return copies(net->parameters());
 }
 
 std::vector<at::Tensor> train_pair(const DistributedDataParallelOptions& options,
@@ -98,7 +92,7 @@ std::vector<at::Tensor> train_pair(const DistributedDataParallelOptions& options
     optimizer->step();
   }
   ddp.wait();
-  return pair_weights(net);
+  return copies(net->parameters());
 }
 
 TEST(DdpPairs, OfOptionsTrainOrAreRefusedWithTheWordsOfTheTable) {

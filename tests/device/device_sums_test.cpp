@@ -36,14 +36,18 @@ std::vector<at::Tensor> sums(ProcessGroup& group, at::Device where, at::ScalarTy
     for (const auto& counts : {std::vector<int64_t>(size, 3), uneven, gaps}) {
       const auto total = std::accumulate(counts.begin(), counts.end(), int64_t{0});
       const auto begin = std::accumulate(counts.begin(), counts.begin() + rank, int64_t{0});
-      const auto before = input(total), flat = input(total);
+      const auto before = input(total);
+      // Both in one allocation, as buckets and segments may be.
+      const auto memory = at::empty({total + counts[rank]}, before.options());
+      const auto flat = memory.narrow(0, 0, total), into = memory.narrow(0, total, counts[rank]);
+      flat.copy_(before);
       if (scale == 1) group.reduce_scatter(flat, counts);
       all.push_back(flat.narrow(0, begin, counts[rank]).clone());
-      auto into = at::empty({counts[rank]}, flat.options());
       flat.copy_(before);
       group.reduce_scatter_into_async(flat, counts, into, scale).wait();
       expect(flat.cpu().equal(before.cpu()), "the input as it was");
-      all.push_back(into);
+      all.push_back(into.clone());
+      into.zero_();
       group.reduce_scatter_each(
           flat, counts,
           [&](int64_t offset, const at::Tensor& run) {

@@ -82,12 +82,6 @@ at::Tensor pair_samples(int step, int rank) {
   return at::randn({4, 5}, at::make_generator<at::CPUGeneratorImpl>(10 * step + rank));
 }
 
-std::vector<at::Tensor> pair_weights(const PairNet& net) {
-  std::vector<at::Tensor> result;
-  for (const auto& each : net->parameters()) result.push_back(each.detach().clone());
-  return result;
-}
-
 std::vector<at::Tensor> train_pair_plainly(int world) {
   auto net = seeded<PairNet>(3);
   auto optimizer =
@@ -98,7 +92,7 @@ std::vector<at::Tensor> train_pair_plainly(int world) {
       (net(pair_samples(step, rank)).square().mean() / world).backward();
     optimizer->step();
   }
-  return pair_weights(net);
+  return copies(net->parameters());
 }
 
 std::vector<at::Tensor> train_pair(const FullyShardedDataParallelOptions& options,
@@ -112,7 +106,7 @@ std::vector<at::Tensor> train_pair(const FullyShardedDataParallelOptions& option
     optimizer->step();
   }
   const auto whole = fsdp.summon_full_params();
-  return pair_weights(net);
+  return copies(net->parameters());
 }
 
 TEST(FsdpPairs, OfOptionsTrainAsPlainLibtorch) {

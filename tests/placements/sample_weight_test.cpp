@@ -57,12 +57,6 @@ OptimizerFactory small_adagrad() {
   };
 }
 
-std::vector<at::Tensor> weights_of_small(const SmallNet& net) {
-  std::vector<at::Tensor> result;
-  for (const auto& each : net->parameters()) result.push_back(each.detach().clone());
-  return result;
-}
-
 /// One batch of the samples of all ranks.
 std::vector<at::Tensor> train_at_once(int world) {
   auto net = seeded<SmallNet>(5);
@@ -75,7 +69,7 @@ std::vector<at::Tensor> train_at_once(int world) {
     loss_of(net(at::cat(all))).backward();
     optimizer->step();
   }
-  return weights_of_small(net);
+  return copies(net->parameters());
 }
 
 /// A rank's weighed loss. Without samples it computes with one that does not count.
@@ -106,7 +100,7 @@ TEST(SampleWeight, DistributedDataParallel) {
       weighed_loss([&](at::Tensor x) { return ddp(x); }, group, step).backward();
       optimizer->step();
     }
-    return weights_of_small(net);
+    return copies(net->parameters());
   });
 }
 
@@ -118,7 +112,7 @@ TEST(SampleWeight, ZeroRedundancyOptimizer) {
       weighed_loss([&](at::Tensor x) { return net(x); }, group, step).backward();
       optimizer.step();
     }
-    return weights_of_small(net);
+    return copies(net->parameters());
   });
 }
 
@@ -130,7 +124,7 @@ TEST(SampleWeight, DistributedOptimizer) {
       optimizer.backward(weighed_loss([&](at::Tensor x) { return net(x); }, group, step));
       optimizer.step();
     }
-    return weights_of_small(net);
+    return copies(net->parameters());
   });
 }
 
@@ -144,7 +138,7 @@ TEST(SampleWeight, FullyShardedDataParallel) {
       optimizer->step();
     }
     const auto whole = fsdp.summon_full_params();
-    return weights_of_small(net);
+    return copies(net->parameters());
   });
 }
 
