@@ -227,7 +227,7 @@ class FullyShardedDataParallelBase : public Joinable {
   [[nodiscard]] FullParams summon_full_params(const std::string& prefix = "", bool writeback = true,
                                               bool rank0_only = false);
 
-  /// While the returned object is alive, backward passes accumulate unsharded gradients. They cost
+  /// While the returned object is alive, backward passes reduce nothing and keep whole gradients in
   /// memory. The next backward after it reduces the sum. Local, but all ranks must do the same.
   [[nodiscard]] NoSync no_sync();
   /// Clears the gradients of all shards, and those of no_sync() that no backward has reduced yet,
