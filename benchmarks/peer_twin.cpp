@@ -4,14 +4,17 @@
 //   tessera run -n RANKS peer_twin STRATEGY [WIDTH LAYERS HEADS TOKENS VOCAB BATCH_PER_RANK STEPS]
 //
 // With "-cuda" behind STRATEGY the model is on the rank's CUDA device; ranks that share one
-// exchange through the host's memory. STRATEGY: startup (ends after the first all-reduce) | none
-// (no communication) | compute (forward and backward only) | ddp | zero | zero-shared
-// (one copy of the parameters a host) | fsdp (one unit per block), each optionally with
+// exchange through the host's memory. peer_twin_mpi is the same program inside MPI (mpirun -n
+// RANKS), with one more strategy, allreduce: one MPI_Allreduce a gradient after backward, and
+// libtorch's Adam, as simulation codes do it by hand. STRATEGY: startup (ends after the first
+// all-reduce) | none (no communication) | compute (forward and backward only) | ddp | zero |
+// zero-shared (one copy of the parameters a host) | fsdp (one unit per block), each optionally with
 // "-gloo". Rank 0 prints one JSON line of medians.
 //
 // GPT_ATTENTION=fused: libtorch's kernel instead of products and a softmax. GPT_DTYPE=bfloat16:
 // autocast, with fsdp MixedPrecision. GPT_CHECKPOINT=1: activation checkpointing of each block.
-// GPT_OFFLOAD=1: fsdp keeps its shards on the host.
+// GPT_OFFLOAD=1: fsdp keeps its shards on the host. TUNE_PROCESS=0: ProcessGroupOptions's
+// tune_process is off.
 
 #include <algorithm>
 #include <chrono>
@@ -29,6 +32,9 @@
 #include "tessera/detail/torch_compat.h"
 #include "tessera/tessera.h"
 #include "tessera/train/devices.h"
+#ifdef PEER_TWIN_MPI
+#include "tessera/mpi.h"
+#endif
 
 #if TESSERA_TORCH_AT_LEAST(2, 9)
 #include <ATen/DeviceAccelerator.h>
@@ -147,6 +153,24 @@ double peak_device_mib([[maybe_unused]] at::Device device) {
   return 0;
 }
 
+#ifdef PEER_TWIN_MPI
+struct Mpi {
+  Mpi() { MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level); }
+  ~Mpi() { MPI_Finalize(); }
+  int level = 0;
+};
+
+void average_by_hand(const torch::nn::Module& model, int size) {
+  for (auto& p : model.parameters()) {
+    MPI_Allreduce(MPI_IN_PLACE, p.grad().data_ptr<float>(), static_cast<int>(p.numel()), MPI_FLOAT,
+                  MPI_SUM, MPI_COMM_WORLD);
+    p.mutable_grad() /= size;
+  }
+}
+#else
+void average_by_hand(const torch::nn::Module&, int) {}
+#endif
+
 /// The median time of one comparison of all parameters.
 double check_replicas_ms(const torch::nn::Module& model, const tessera::ProcessGroup& world) {
   std::vector<std::pair<std::string, torch::Tensor>> replicas;
@@ -195,8 +219,13 @@ int main(int argc, char** argv) {
     if (strategy != "ddp") wire.parameters = format;
   }
   const c10::DeviceGuard own_device(device);
-  options.tune_process = true;  // as the trainer does
+  options.tune_process = !chosen("TUNE_PROCESS", "0");  // as the trainer does
+#ifdef PEER_TWIN_MPI
+  const Mpi mpi;
+  auto world = tessera::init_process_group(MPI_COMM_WORLD, options);
+#else
   auto world = tessera::init_process_group(options);
+#endif
   if (strategy == "startup") {
     world.all_reduce(torch::ones({1}));
     std::cout << "done" << std::endl;
@@ -238,7 +267,9 @@ int main(int argc, char** argv) {
     if (strategy == "ddp")
       ddp = std::make_unique<tessera::DistributedDataParallel<Gpt>>(
           model, world, tessera::DistributedDataParallelOptions{.overlap = overlap, .wire = wire});
-    optimizer = adam({torch::optim::OptimizerParamGroup(model->parameters())});
+    if (strategy == "allreduce")
+      optimizer = std::make_unique<torch::optim::Adam>(model->parameters(), 1e-3);
+    else optimizer = adam({torch::optim::OptimizerParamGroup(model->parameters())});
   }
 
   auto precision = tessera::compat::AutocastState::current();
@@ -271,6 +302,7 @@ int main(int argc, char** argv) {
     }
     at::autocast::clear_cache();
     loss.backward();
+    if (strategy == "allreduce") average_by_hand(*model, world.size());
     const auto middle = Clock::now();
     if (strategy != "compute") optimizer->step();
     const auto end = Clock::now();
