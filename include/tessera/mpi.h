@@ -259,11 +259,12 @@ inline void check_communicator(MPI_Comm comm) {
 /// intra-communicator. Its ranks are those of `comm`. Rank, size, hosts, addresses and a fresh
 /// secret travel by MPI, on a duplicate of `comm`; the variables of launchers, MASTER_ADDR and
 /// TESSERA_SECRET are not read. Data then travel as in every group: in shared memory, over TCP or
-/// by NCCL. A program may make several groups, one after the other or at once.
+/// by NCCL; between hosts over MPI, see Backend. A program may make several groups, one after the
+/// other or at once.
 ///
 /// The program calls MPI_Init and MPI_Finalize; this function calls neither. It calls MPI on the
-/// calling thread alone, so every thread level will do. When it has returned, the group uses MPI
-/// no longer, except with Backend::MPI: see there.
+/// calling thread alone, so every thread level will do. When it has returned, the group uses MPI no
+/// longer, unless MPI carries its messages: see Backend.
 ///
 /// Collective; blocks until all ranks of `comm` have called it, at most `options.timeout`. Throws
 /// UsageError, on all ranks, if the options differ between ranks; UsageError on this rank if MPI is

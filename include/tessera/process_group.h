@@ -65,7 +65,9 @@ struct CommStats {
 /// The transport of a group. Auto: shared memory within a host, TCP between hosts. Where the ranks
 /// of a host cannot map each other's memory, TCP is used there too, which is logged once with its
 /// reason. TCP and Gloo use messages alone, on one host too. Gloo is libtorch's; Auto uses it
-/// instead of TCP if GLOO_DEVICE_TRANSPORT selects another transport of Gloo, such as TCP_TLS.
+/// instead of TCP if GLOO_DEVICE_TRANSPORT selects another transport of Gloo, such as TCP_TLS. In a
+/// group of init_process_group(MPI_Comm) Auto takes MPI between hosts if it was measured twice as
+/// fast at start-up.
 ///
 /// MPI: as Auto, with messages over the program's MPI in place of TCP between hosts, and on one
 /// host for all data. For groups of init_process_group(MPI_Comm) (tessera/mpi.h) alone; a

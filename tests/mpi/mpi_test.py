@@ -130,7 +130,20 @@ class Mpi:
     def test_too_few_threads_use_tcp_and_say_so(self):
         self.needs_hosts()
         text = self.run_case("communicators_mpi", 4, "serialized", hosts=2)
-        self.assertIn("travel over TCP, because MPI provides MPI_THREAD_SERIALIZED; expected MPI_THREAD_MULTIPLE", text)
+        line = "travel over TCP, because MPI provides MPI_THREAD_SERIALIZED; expected MPI_THREAD_MULTIPLE"
+        self.assertIn(line, text)
+        self.assertIn(line.replace("SERIALIZED", "SINGLE"), self.run_case("communicators", 4, "single", hosts=2))
+        self.assertNotIn("over TCP", self.run_case("communicators", 4, "single"))
+
+    def test_between_hosts_the_faster_way_is_measured(self):
+        self.needs_hosts()
+        text = self.run_case("start", 4, "multiple", hosts=2)
+        chosen = re.findall(r"messages between hosts use (\w+).*; measured .*/s, MPI: [0-9.]+ Gbit/s", text)
+        self.assertTrue(chosen, text)
+        self.assertIn(f"backend {'mpi' if chosen[0] == 'MPI' else 'tcp'}, local 0 of 2", text)
+        text = self.run_case("start", 4, "multiple", hosts=2, GLOO_SOCKET_IFNAME="lo")
+        self.assertIn("backend tcp, local 0 of 2", text)
+        self.assertNotIn("measured", text)
 
     def test_two_hosts_that_mpirun_reaches_with_an_agent(self):
         try:
@@ -150,8 +163,10 @@ class Mpi:
             words = [word.format(agent=agent, places=places, cable=hosts.cables[0]) for word in self.two_hosts]
             text = self.run_case("start", 4, "single", before=before, words=words, UCX_TLS="tcp,self")
             self.assertIn("backend tcp, local 0 of 2", text)
-            for case in ("communicators_mpi", "wrappers_mpi", "compare"):
-                text = self.run_case(case, 4, "multiple", before=before, words=words, UCX_TLS="tcp,self")
+            for case in ("communicators_mpi", "wrappers_mpi", "compare"):  # the last with TCP beside MPI
+                text = self.run_case(case, 4, "multiple", before=before, words=words, UCX_TLS="tcp,self",
+                                     GLOO_SOCKET_IFNAME=",".join(hosts.cables))
+            self.assertRegex(self.lines(text, "64 MiB ms")[0], r"^ ?tcp [\d.]+ mpi [\d.]+$")
             print(*self.lines(text, "64 MiB ms"), end=" ", flush=True)
 
     def test_exit_without_the_end_of_a_group(self):

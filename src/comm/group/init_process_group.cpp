@@ -65,13 +65,19 @@ void warn_of_threads(const comm::World& world) {
   });
 }
 
-/// The user's interface, else the fastest one that reaches all hosts.
+/// The user's choice, else the fastest way that reaches all hosts.
 void choose_network(comm::World& world) {
-  const char* const named = std::getenv("GLOO_SOCKET_IFNAME");
-  const bool own = !world.start_group.communicator && !(named && *named);
+  const auto is_set = [](const char* name) {
+    const char* const value = std::getenv(name);
+    return value && *value;
+  };
+  const bool named = is_set("GLOO_SOCKET_IFNAME");
+  if (named || is_set("GLOO_DEVICE_TRANSPORT")) world.start_group.communicator.reset();
   try {
-    world.address = comm::fastest_address(
-        world, own ? comm::network_interfaces() : std::vector<comm::NetworkInterface>());
+    const auto route = comm::fastest_route(
+        world, named ? std::vector<comm::NetworkInterface>() : comm::network_interfaces());
+    world.address = route.address;
+    if (route.over_mpi) world.options.backend = Backend::MPI;
   } catch (const BrokenWorldError& error) {
     detail::report_broken(error.ranks(), error.what());
     throw;
@@ -83,26 +89,29 @@ ProcessGroup connected(comm::World world, comm::StoreRendezvous rendezvous) {
   world.hosts = std::move(rendezvous.hosts);
   world.same_host = comm::all_equal(world.hosts);
   world.address = std::move(rendezvous.address);
-  if (!world.same_host) choose_network(world);
+  if (!world.same_host && world.options.backend != Backend::MPI) choose_network(world);
+  if (world.options.backend != Backend::MPI) world.start_group.communicator.reset();
   warn_of_threads(world);
   world.failures = std::make_shared<comm::ProcessFailures>();
   auto transport = comm::make_transport(world);
   return as_default(ProcessGroup(ProcessGroup::Impl::make(std::move(world), std::move(transport))));
 }
 
-/// Lets the program's own library carry the messages if any thread may call it, else TCP.
-void with_messages(comm::World& world, std::shared_ptr<detail::Communicator> communicator) {
-  const auto refusal = communicator->refuses_threads();
-  if (refusal.empty()) {
+/// Lets the program's own library carry messages if any thread of each rank may call it, else TCP.
+void with_messages(comm::World& world, std::shared_ptr<detail::Communicator> communicator,
+                   const comm::StoreRendezvous& rendezvous) {
+  auto& backend = world.options.backend;
+  if (backend != Backend::MPI && backend != Backend::Auto) return;
+  if (rendezvous.refusal.empty()) {
     world.start_group.communicator = std::move(communicator);
     return;
   }
-  world.options.backend = Backend::Auto;
-  if (world.rank == 0)
-    spdlog::warn(
-        "tessera: messages between hosts travel over TCP, because {}; expected "
-        "MPI_THREAD_MULTIPLE with backend MPI",
-        refusal);
+  if (world.rank == 0 && (backend == Backend::MPI || !comm::all_equal(rendezvous.hosts)))
+    spdlog::log(backend == Backend::MPI ? spdlog::level::warn : spdlog::level::info,
+                "tessera: messages between hosts travel over TCP, because {}; expected "
+                "MPI_THREAD_MULTIPLE for MPI to carry them",
+                rendezvous.refusal);
+  backend = Backend::Auto;
 }
 
 }  // namespace
@@ -144,7 +153,7 @@ ProcessGroup init_process_group(std::shared_ptr<Communicator> communicator,
   auto world = comm::World::start(communicator->rank(), communicator->size(), options);
   world.store = rendezvous.store;
   world.rank_0_serves_store = true;
-  if (options.backend == Backend::MPI) with_messages(world, std::move(communicator));
+  with_messages(world, std::move(communicator), rendezvous);
   return connected(std::move(world), std::move(rendezvous));
 }
 

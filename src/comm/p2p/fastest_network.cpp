@@ -22,7 +22,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr auto kNone = "none";
 constexpr std::chrono::seconds kLongestTrial{3};
-constexpr int64_t kTrialBytes = 4 << 20, kFirstBytes = 64 << 10;
+constexpr int64_t kTrialBytes = 4 << 20, kFirstBytes = 1 << 20;
 
 /// What the first rank of each host tells about it.
 struct Host {
@@ -60,6 +60,7 @@ size_t number_of(const std::vector<Host>& hosts, int first) {
 
 std::string text_of(const World& world, const std::vector<NetworkInterface>& own) {
   std::string text = world.address.empty() ? kNone : world.address;
+  if (world.start_group.communicator) text += fmt::format(" {0} {0} {0} 0", kMpi);
   for (const auto& each : own)
     text += fmt::format(" {} {} {} {}", each.name, each.address, each.network, each.speed);
   return text;
@@ -92,7 +93,7 @@ std::vector<Network> networks_of(const std::vector<Host>& hosts) {
     networks[0].addresses.push_back(host.usual);
   }
   for (const auto& [name, first] : hosts[0].networks) {
-    Network network{name, 0, first.speed, first.name, {}};
+    Network network{name, 0, first.speed, name == kMpi ? "" : first.name, {}};
     for (const auto& host : hosts) {
       const auto found = host.networks.find(name);
       if (found == host.networks.end()) break;
@@ -129,14 +130,18 @@ double try_network(const World& world, const std::vector<Host>& hosts, const Net
                    size_t number) {
   const int size = static_cast<int>(hosts.size());
   const int host = static_cast<int>(number_of(hosts, world.rank));
+  const bool over_mpi = network.name == kMpi;
   auto members = World::start(host, size, world.options);
   members.same_host = false;
   members.address = network.addresses[host];
   members.store =
       c10::make_intrusive<c10d::PrefixStore>(fmt::format("network{}/", number), world.store);
+  members.start_group = world.start_group;
+  members.world_ranks.clear();
+  for (const auto& each : hosts) members.world_ranks.push_back(each.rank);
   std::unique_ptr<Mailbox> mailbox;
   try {
-    mailbox = make_tcp_mailbox(members);
+    mailbox = over_mpi ? make_communicator_mailbox(members) : make_tcp_mailbox(members);
   } catch (const BrokenWorldError& error) {  // counts hosts
     std::vector<int> ranks;
     for (const int other : error.ranks()) ranks.push_back(hosts[other].rank);
@@ -177,24 +182,24 @@ void log_choice(const std::vector<Network>& networks, size_t chosen) {
 }  // namespace
 
 size_t fastest_of(const std::vector<Network>& networks) {
-  constexpr double kFaster = 1.25;
   size_t best = 0;
   for (size_t i = 1; i < networks.size(); ++i) {
     const auto &one = networks[i], &so_far = networks[best];
-    const bool as_fast = one.rate * kFaster > so_far.rate;
-    if (one.rate > so_far.rate * kFaster ||
+    const double faster = one.name == kMpi ? 2 : 1.25;
+    const bool as_fast = one.rate * faster > so_far.rate;
+    if (one.rate > so_far.rate * faster ||
         (as_fast && one.rate > 0 && so_far.speed > 0 && one.speed > so_far.speed))
       best = i;
   }
   return best;
 }
 
-std::string fastest_address(const World& world, const std::vector<NetworkInterface>& own) {
+Route fastest_route(const World& world, const std::vector<NetworkInterface>& own) {
   const bool is_first = world.hosts[world.rank] == world.rank;
   const auto hosts =
       hosts_of(world, values_of_all(world, "networks", is_first ? text_of(world, own) : ""));
   auto networks = networks_of(hosts);
-  if (networks.size() < 2) return world.address;
+  if (networks.size() < 2) return {world.address};
   std::string rates;
   for (size_t i = 0; is_first && i < networks.size(); ++i)
     rates += fmt::format("{:.0f} ", try_network(world, hosts, networks[i], i));
@@ -209,8 +214,8 @@ std::string fastest_address(const World& world, const std::vector<NetworkInterfa
   }
   const size_t chosen = fastest_of(networks);
   if (world.rank == 0) log_choice(networks, chosen);
-  if (chosen == 0) return world.address;
-  return networks[chosen].addresses[number_of(hosts, world.hosts[world.rank])];
+  if (networks[chosen].name == kMpi) return {world.address, true};
+  return {networks[chosen].addresses[number_of(hosts, world.hosts[world.rank])]};
 }
 
 }  // namespace tessera::comm

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <mutex>
@@ -8,10 +9,12 @@
 #include <vector>
 
 #include <fmt/format.h>
+#include <sched.h>
 
 #include "comm/base/roll_call.h"
 #include "comm/base/sigpipe_blocked.h"
 #include "comm/p2p/mailbox.h"
+#include "comm/p2p/striped_mailbox.h"
 #include "comm/p2p/tcp_connections.h"
 #include "comm/store/addresses.h"
 #include "comm/store/secret.h"
@@ -129,15 +132,36 @@ std::string address_to_listen_at(const World& world) {
   return outward.empty() ? "127.0.0.1" : outward;
 }
 
-/// Tells all members where each listens. Collective. Throws RanksMissing after the time-out.
-std::vector<TcpAddress> exchange_addresses(const World& world, const TcpAddress& own) {
+/// The connections with each other member that this one can use at once.
+int most_connections(const World& world, const std::string& address) {
+  if (world.same_host) return 1;
+  int64_t speed = 0;
+  for (const auto& each : network_interfaces())
+    if (each.address == address) speed = each.speed;
+  const auto& hosts = world.hosts;
+  const auto ranks = hosts.empty() ? 1 : std::count(hosts.begin(), hosts.end(), hosts[world.rank]);
+  cpu_set_t cores;
+  const bool known = ::sched_getaffinity(0, sizeof cores, &cores) == 0;
+  return stripes_for(speed, static_cast<int>(ranks), known ? CPU_COUNT(&cores) : 1);
+}
+
+/// Tells all members where each listens. The places of all members, as many for each, and at most
+/// as many as `own`. Collective. Throws RanksMissing after the time-out.
+std::vector<std::vector<TcpAddress>> exchange_addresses(const World& world,
+                                                        const std::vector<TcpAddress>& own) {
+  std::string text = own[0].host;
+  for (const auto& each : own) text += fmt::format(" {} {}", each.port, each.token);
   const auto deadline = std::chrono::steady_clock::now() + world.options.timeout;
-  std::vector<TcpAddress> addresses(world.size);
+  std::vector<std::vector<TcpAddress>> addresses(own.size(), std::vector<TcpAddress>(world.size));
   for (const auto& [rank, written] :
-       roll_call(world.store, "tcp", world.rank, world.size,
-                 fmt::format("{} {} {}", own.port, own.token, own.host), deadline)) {
-    detail::Classic<std::istringstream> text(written.value);
-    text >> addresses[rank].port >> addresses[rank].token >> addresses[rank].host;
+       roll_call(world.store, "tcp", world.rank, world.size, text, deadline)) {
+    detail::Classic<std::istringstream> words(written.value);
+    TcpAddress one;
+    words >> one.host;
+    size_t count = 0;
+    for (; count < addresses.size() && words >> one.port >> one.token; ++count)
+      addresses[count][rank] = one;
+    addresses.resize(count);
   }
   return addresses;
 }
@@ -154,11 +178,19 @@ std::unique_ptr<Mailbox> make_tcp_mailbox(const World& world) {
         ranks);
   };
   try {
-    TcpAddress own{address_to_listen_at(world), random_token(kTokenBytes)};
-    auto listener = std::move(listen_at({own.host}, 0).front());
-    own.port = port_of(listener);
-    return std::make_unique<TcpMailbox>(world.rank, std::move(listener),
-                                        exchange_addresses(world, own));
+    const auto address = address_to_listen_at(world);
+    std::vector<TcpAddress> own(most_connections(world, address));
+    std::vector<Socket> listeners;
+    for (auto& one : own) {
+      one = {address, random_token(kTokenBytes)};
+      listeners.push_back(std::move(listen_at({one.host}, 0).front()));
+      one.port = port_of(listeners.back());
+    }
+    std::vector<std::unique_ptr<Mailbox>> mailboxes;
+    for (auto& addresses : exchange_addresses(world, own))
+      mailboxes.push_back(std::make_unique<TcpMailbox>(
+          world.rank, std::move(listeners[mailboxes.size()]), std::move(addresses)));
+    return make_striped_mailbox(std::move(mailboxes));
   } catch (const RanksMissing& missing) {
     throw broken(rank_list(missing.ranks) + " did not arrive", missing.ranks);
   } catch (const Error&) {

@@ -184,7 +184,8 @@ StoreRendezvous rendezvous_over_communicator(Communicator& communicator,
   Exchange exchange(communicator, valid ? options.timeout : ProcessGroupOptions().timeout);
   const auto texts = exchange([&] {
     check_timeout(options.timeout);
-    return described(options) + network_identity() + "\n" + own_address(exchange.rank);
+    return described(options) + network_identity() + "\n" + own_address(exchange.rank) + "\n" +
+           communicator.refuses_threads();
   });
   std::vector<std::vector<std::string>> cards;
   for (const auto& text : texts) cards.push_back(lines_of(text + "\n"));
@@ -192,6 +193,7 @@ StoreRendezvous rendezvous_over_communicator(Communicator& communicator,
   check_equal(cards, lines);
   StoreRendezvous rendezvous;
   for (const auto& card : cards) {
+    if (rendezvous.refusal.empty()) rendezvous.refusal = card[lines + 2];
     const auto same = [&](const auto& other) { return other[lines] == card[lines]; };
     rendezvous.hosts.push_back(
         static_cast<int>(std::find_if(cards.begin(), cards.end(), same) - cards.begin()));
