@@ -4,9 +4,10 @@
     mpi.py --build build [--rounds 5] [--sizes A,B] [--hosts 1,2] [--rate none] [--strategies zero,ddp]
 
 Both sides are peer_twin_mpi under Open MPI, with one rank a core on one host, or one rank on each of
-two hosts, which are network namespaces (root). They run in turn. By hand, the optimizer is libtorch's
-Adam, with its whole state on every rank. Prints medians of a step in milliseconds, of the peak memory
-of rank 0 in MiB, and of the bytes that arrive at host 0 in a run, with their ratios.
+two hosts, which are network namespaces (root). They run in turn. tune_process is off, as it is by
+default. By hand, the optimizer is libtorch's Adam, with its whole state on every rank. Prints medians
+of a step in milliseconds, of the peak memory of rank 0 in MiB, and of the bytes that arrive at host 0
+in a run, with their ratios.
 """
 import argparse, json, os, pathlib, statistics, subprocess, sys, tempfile
 
@@ -41,7 +42,7 @@ def command(hosts, folder, program):
 def run(hosts, folder, program):
     before = arrived(hosts) if hosts else 0
     done = subprocess.run([str(word) for word in command(hosts, folder, program)], stdin=subprocess.DEVNULL, text=True,
-                          capture_output=True, timeout=600, env=environment(**ROOT))
+                          capture_output=True, timeout=600, env=environment(TUNE_PROCESS="0", **ROOT))
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
         sys.exit(f"{' '.join(map(str, program))}: exit {done.returncode}\n{done.stdout}{done.stderr}")
