@@ -100,11 +100,8 @@ void Reducer::arrive(size_t i, const at::Tensor& computed) {
             ? ", a part of the model that is differentiated twice needs static_graph"
             : ""));
   }
-  if (arrivals == expected) start_complete_buckets(i);
-}
-
-void Reducer::start_complete_buckets(size_t parameter) {
-  auto& lane = lanes_[buckets_.all()[buckets_.bucket_of(parameter)].lane];
+  if (arrivals != expected) return;
+  auto& lane = lanes_[buckets_.all()[buckets_.bucket_of(i)].lane];
   while (lane.next < lane.buckets.size() && tracker_.complete(lane.buckets[lane.next]))
     ready(lane.buckets[lane.next++]);
 }

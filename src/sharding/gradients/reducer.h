@@ -185,7 +185,6 @@ class Reducer {
   void set_buckets(std::vector<Bucket> buckets);
   void start();
   void reset();
-  void start_complete_buckets(size_t parameter);
   void start_remaining_buckets();
   void ready(size_t bucket);
   void report_rest();
