@@ -1,6 +1,7 @@
 #include "sharding/shard_state.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
@@ -43,6 +44,39 @@ ScalarValue scalar_of(const json& value) {
   return value.get<double>();
 }
 
+/// The whole of a tensor of state that `description` describes, on rank `to`, or on all with -1;
+/// undefined on the others. `own_part`: of this rank; undefined: it has none. `like`: the
+/// parameter.
+at::Tensor gather_tensor(const json& description, const std::vector<ShardInfo>& infos,
+                         const at::Tensor& like, const at::Tensor& own_part, ProcessGroup& group,
+                         int to) {
+  const bool keep = to < 0 || to == group.rank();
+  const auto dtype = static_cast<at::ScalarType>(description["dtype"].get<int>());
+  const bool follows = description["follows"];
+  std::vector<int64_t> counts(group.size(), 0);
+  for (const auto& info : infos)
+    if (follows) counts[info.rank] = info.numel;
+  const auto sizes = description["sizes"].get<std::vector<int64_t>>();
+  if (!follows) counts[infos[0].rank] = c10::multiply_integers(sizes);
+  const int64_t total = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+
+  const auto device = group.control_device();
+  at::Tensor own = at::empty({0}, at::TensorOptions().dtype(dtype).device(device));
+  if (counts[group.rank()] > 0) own = in_memory_order(own_part).to(device);
+  auto flat = at::empty({keep ? total : 0}, own.options());
+  std::vector<int64_t> send(group.size(), 0), receive(group.size(), 0);
+  if (keep) receive = counts;
+  for (int rank = 0; rank < group.size(); ++rank)
+    if (to < 0 || to == rank) send[rank] = own.numel();
+  auto outgoing = own;
+  if (to < 0 && group.size() > 1) outgoing = own.repeat({group.size()});
+  group.all_to_all(flat, outgoing, receive, send);
+  if (!keep) return {};
+  flat = flat.cpu();
+  // Shards are in the parameter's memory order; the dict has tensors of its shape.
+  return follows ? window(flat, 0, like).contiguous().clone() : flat.view(sizes);
+}
+
 }  // namespace
 
 std::map<std::string, ParamState> gather_shard_state(const torch::optim::Optimizer& local,
@@ -75,39 +109,17 @@ std::map<std::string, ParamState> gather_shard_state(const torch::optim::Optimiz
   }
 
   const bool keep = to < 0 || to == group.rank();
-  const auto device = group.control_device();
   for (const auto& [parameter, infos] : described) {
     const auto& like = parameters[parameter].tensor;
     ParamState whole;
     for (const auto& item : infos[0].scalars.items())
       whole.scalars[item.key()] = scalar_of(item.value());
     for (const auto& item : infos[0].tensors.items()) {
-      const std::string name = item.key();
-      const auto dtype = static_cast<at::ScalarType>(item.value()["dtype"].get<int>());
-      const bool follows = item.value()["follows"];
-      std::vector<int64_t> counts(group.size(), 0);
-      for (const auto& info : infos)
-        if (follows) counts[info.rank] = info.numel;
-      const auto sizes = item.value()["sizes"].get<std::vector<int64_t>>();
-      if (!follows) counts[infos[0].rank] = c10::multiply_integers(sizes);
-      int64_t total = 0;
-      for (const auto count : counts) total += count;
-
-      const bool have = counts[group.rank()] > 0;
-      at::Tensor own = at::empty({0}, at::TensorOptions().dtype(dtype).device(device));
-      if (have) own = in_memory_order(mine.at(parameter).tensors.at(name)).to(device);
-      auto flat = at::empty({keep ? total : 0}, own.options());
-      std::vector<int64_t> send(group.size(), 0), receive(group.size(), 0);
-      if (keep) receive = counts;
-      for (int rank = 0; rank < group.size(); ++rank)
-        if (to < 0 || to == rank) send[rank] = own.numel();
-      auto outgoing = own;
-      if (to < 0 && group.size() > 1) outgoing = own.repeat({group.size()});
-      group.all_to_all(flat, outgoing, receive, send);
-      if (!keep) continue;
-      flat = flat.cpu();
-      // Shards are in the parameter's memory order; the dict has tensors of its shape.
-      whole.tensors[name] = follows ? window(flat, 0, like).contiguous().clone() : flat.view(sizes);
+      const auto found = mine.find(parameter);
+      const at::Tensor own =
+          found == mine.end() ? at::Tensor() : found->second.tensors.at(item.key());
+      const at::Tensor all = gather_tensor(item.value(), infos, like, own, group, to);
+      if (keep) whole.tensors[item.key()] = all;
     }
     if (keep) result.emplace(parameters[parameter].name, std::move(whole));
   }

@@ -118,7 +118,7 @@ TEST(FailureLedger, AStoppedServerThatWasMissedThroughOtherRanksBlamesItself) {
   store->stopped = false;
   auto world = tessera::comm::World::start(0, kRanks, {});
   world.store = store;
-  world.rank_0_serves_store = true;
+  world.start_group.rank_0_serves = true;
   EXPECT_THAT(FailureLedger(world, 10ms).resolve({2}, Cause::overdue), ElementsAre(0));
 }
 
@@ -128,7 +128,7 @@ TEST(FailureLedger, AStoppedServerWhoseOwnTimeOutHasJustPassedBlamesItself) {
   store->stopped = false;
   auto world = tessera::comm::World::start(0, kRanks, {});
   world.store = store;
-  world.rank_0_serves_store = true;
+  world.start_group.rank_0_serves = true;
   EXPECT_THAT(FailureLedger(world, 300ms).resolve({2}, Cause::late), ElementsAre(0));
 }
 
@@ -145,7 +145,7 @@ TEST(FailureLedger, AStoreThatDoesNotAnswerBlamesTheRankThatServesItIfThatIsKnow
   auto world = tessera::comm::World::start(3, kRanks, {});
   world.store = c10::make_intrusive<SilentStore>();
   EXPECT_THAT(FailureLedger(world, 10ms).resolve({1}, Cause::late), ElementsAre(1));
-  world.rank_0_serves_store = true;
+  world.start_group.rank_0_serves = true;
   EXPECT_THAT(FailureLedger(world, 10ms).resolve({1}, Cause::late), ElementsAre(0));
   // The ranks of a host see each other.
   EXPECT_THAT(FailureLedger(world, 10ms).resolve({1}, Cause::late_here), ElementsAre(1));
@@ -179,7 +179,7 @@ struct LostStore : c10d::HashStore {
 std::vector<int> resolve_without_store(bool rank_0_serves, int missed) {
   auto world = tessera::comm::World::start(3, kRanks, {});
   world.store = c10::make_intrusive<LostStore>();
-  world.rank_0_serves_store = rank_0_serves;
+  world.start_group.rank_0_serves = rank_0_serves;
   return FailureLedger(world, 700ms).resolve({missed}, Cause::gone);
 }
 
@@ -193,7 +193,7 @@ TEST(FailureLedger, TheRankThatServesTheStoreWaitsForTheRecordsOfTheOthers) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   auto world = tessera::comm::World::start(0, kRanks, {});
   world.store = store;
-  world.rank_0_serves_store = true;
+  world.start_group.rank_0_serves = true;
   std::thread late([&] {
     std::this_thread::sleep_for(100ms);
     for (const int rank : {1, 3}) resolve(store, {rank, 2, Cause::gone});
@@ -213,9 +213,9 @@ struct Process {
   Process(const c10::intrusive_ptr<c10d::Store>& store, int rank, const std::vector<int>& members,
           bool rank_0_serves = false) {
     main = tessera::comm::World::start(rank, kRanks, {});
-    main.rank_0_serves_store = rank_0_serves;
+    main.start_group.rank_0_serves = rank_0_serves;
     main.failures = std::make_shared<tessera::comm::ProcessFailures>();
-    main.start_store = store;
+    main.start_group.store = store;
     sub = main;
     main.store = c10::make_intrusive<c10d::PrefixStore>("main/", store);
     sub.store = c10::make_intrusive<c10d::PrefixStore>("sub/", store);

@@ -45,7 +45,7 @@ Checkpoint::Impl::Impl(const std::string& folder)
   index_slices();
 }
 
-std::string Checkpoint::Impl::older_ones() const {
+std::string store::older_ones(const std::string& path) {
   const fs::path self(path);
   const auto own = store::step_of_name(self.filename().string());
   if (!own) return "";
@@ -61,7 +61,7 @@ void Checkpoint::Impl::damaged(const std::string& file, const std::string& tenso
                                const std::string& reason) const {
   throw CheckpointDamagedError(fmt::format(
       "checkpoint: {}{}: {}{}{}", path, file.empty() ? "" : "/" + file,
-      tensor.empty() ? "" : "tensor " + in_quotes(tensor) + ": ", reason, older_ones()));
+      tensor.empty() ? "" : "tensor " + in_quotes(tensor) + ": ", reason, store::older_ones(path)));
 }
 
 void Checkpoint::Impl::refuse(const std::string& file, int error) const {
@@ -91,7 +91,7 @@ void Checkpoint::Impl::parse_manifest(const std::string& text) {
     throw CheckpointVersionError(
         fmt::format("checkpoint: {}/{}: its version is {}; this Tessera reads up to version {}: "
                     "expected a newer Tessera, or, if none has written it, the file has changed{}",
-                    path, file.name, version, store::kManifestVersion, older_ones()));
+                    path, file.name, version, store::kManifestVersion, store::older_ones(path)));
   }
   try {
     manifest = store::manifest_from_text(text);

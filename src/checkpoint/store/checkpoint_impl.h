@@ -22,6 +22,9 @@ std::string common_version(ProcessGroup group, const std::string& path);
 /// As agree(). Throws CheckpointDamagedError on all ranks if that is what every failed rank threw.
 void agree_undamaged(ProcessGroup group, const std::function<void()>& body);
 
+/// The end of an error: "; older checkpoints in FOLDER: NAMES" of those beside the one at `path`.
+std::string older_ones(const std::string& path);
+
 }  // namespace store
 
 struct Checkpoint::Impl : store::SliceReader {
@@ -47,7 +50,6 @@ struct Checkpoint::Impl : store::SliceReader {
   [[noreturn]] void refuse(const std::string& file, int error) const;
   /// The same for a tensor whose data has changed; names its bytes in the file.
   [[noreturn]] void damaged_data(const store::FileRecord& file, const std::string& tensor) const;
-  std::string older_ones() const;
 
   const store::FileRecord& record(const std::string& file) const;
   const store::FileRecord& tensor_record(const std::string& file) const;

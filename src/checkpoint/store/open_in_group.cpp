@@ -139,7 +139,7 @@ void Checkpoint::Impl::find_holders(ProcessGroup group) {
     throw CheckpointDamagedError(fmt::format(
         "checkpoint: {}/{}: no host of this group has the file{}; expected the folder on the host "
         "that wrote it, or a copy of its files{}",
-        path, file.name, writer_text(file), older_ones()));
+        path, file.name, writer_text(file), store::older_ones(path)));
   }
   source = std::make_unique<store::RemoteFiles>(
       std::move(group), std::move(holders),

@@ -27,7 +27,7 @@ std::vector<int> World::in_world(const std::vector<int>& members) const {
 }
 
 const c10::intrusive_ptr<c10d::Store>& store_of_start(const World& world) {
-  return world.start_store ? world.start_store : world.store;
+  return world.start_group.store ? world.start_group.store : world.store;
 }
 
 bool all_equal(const std::vector<int>& hosts) {

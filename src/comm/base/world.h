@@ -28,16 +28,16 @@ struct World {
   std::string address;  ///< This host's address for the other hosts; empty if unknown.
   /// Shared by the members. Its keys are already prefixed for this group.
   c10::intrusive_ptr<c10d::Store> store;
+  /// What all groups of a process have from the one that they began with.
   struct StartGroup {
     int size = 1;
     /// The program's own messages, if the group was made of them and sends data so. Null: not.
     std::shared_ptr<detail::Communicator> communicator = nullptr;
+    /// Its store, for keys that all groups share. Null: `World::store` is that.
+    c10::intrusive_ptr<c10d::Store> store = {};
+    bool rank_0_serves = false;  ///< Its rank 0 serves the store, which ends with it.
   };
   StartGroup start_group;
-  /// The store of the start-up group, for keys that all groups share. Null: `store` is that.
-  c10::intrusive_ptr<c10d::Store> start_store;
-  /// Rank 0 of the start-up group serves the store, which ends with it.
-  bool rank_0_serves_store = false;
   /// Shared by the groups of this process. Null: none is told of another's failure.
   std::shared_ptr<ProcessFailures> failures;
   /// Memory that the members of a host share. Null: make_transport() makes it. Groups of the same

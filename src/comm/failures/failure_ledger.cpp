@@ -144,7 +144,7 @@ FailureLedger::FailureLedger(const World& world, std::chrono::milliseconds grace
       waits_(world),
       grace_(grace),
       failures_(world.failures) {
-  for (int member = 0; world.rank_0_serves_store && member < size_; ++member)
+  for (int member = 0; world.start_group.rank_0_serves && member < size_; ++member)
     if (world.world_ranks[member] == 0) server_ = member;
 }
 

@@ -28,7 +28,7 @@ void ProcessFailures::add(const World& group) {
   if (!group.store) return;
   std::lock_guard lock(mutex_);
   groups_.push_back({group.store, group.rank, group.world_ranks});
-  serves_ = group.rank_0_serves_store && group.world_ranks[group.rank] == 0;
+  serves_ = group.start_group.rank_0_serves && group.world_ranks[group.rank] == 0;
 }
 
 void ProcessFailures::remove(const World& group) {

@@ -137,7 +137,7 @@ ProcessGroup init_process_group(ProcessGroupOptions options) {
   auto world = comm::World::start(environment.rank, environment.size, options);
   world.store =
       c10::make_intrusive<c10d::PrefixStore>(fmt::format("world{}/", calls++), rendezvous.store);
-  world.rank_0_serves_store = !environment.agent_store;
+  world.start_group.rank_0_serves = !environment.agent_store;
   return connected(std::move(world), std::move(rendezvous));
 }
 
@@ -152,7 +152,7 @@ ProcessGroup init_process_group(std::shared_ptr<Communicator> communicator,
   auto rendezvous = comm::rendezvous_over_communicator(*communicator, options);
   auto world = comm::World::start(communicator->rank(), communicator->size(), options);
   world.store = rendezvous.store;
-  world.rank_0_serves_store = true;
+  world.start_group.rank_0_serves = true;
   with_messages(world, std::move(communicator), rendezvous);
   return connected(std::move(world), std::move(rendezvous));
 }

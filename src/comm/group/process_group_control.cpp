@@ -152,7 +152,7 @@ std::optional<ProcessGroup> ProcessGroup::split(int color) {
       impl_->world.same_host || (!world.hosts.empty() && comm::all_equal(world.hosts));
   world.store = c10::make_intrusive<c10d::PrefixStore>(fmt::format("split{}/{}/", number, color),
                                                        impl_->world.store);
-  world.start_store = comm::store_of_start(impl_->world);
+  world.start_group.store = comm::store_of_start(impl_->world);
   auto transport = comm::make_transport(world);
   auto child = Impl::make(std::move(world), std::move(transport));
   impl_->add_child(child);

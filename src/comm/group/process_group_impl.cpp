@@ -117,7 +117,7 @@ std::vector<std::shared_ptr<ProcessGroup::Impl>> ProcessGroup::Impl::descendants
 
 std::shared_ptr<ProcessGroup::Impl> ProcessGroup::Impl::duplicate(comm::World w, const char* prefix,
                                                                   std::shared_ptr<Impl> control) {
-  w.start_store = comm::store_of_start(world);
+  w.start_group.store = comm::store_of_start(world);
   w.store =
       c10::make_intrusive<c10d::PrefixStore>(fmt::format("{}{}/", prefix, ++splits), world.store);
   if (control && control->control_) control = control->control_;

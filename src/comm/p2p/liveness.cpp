@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <condition_variable>
 #include <map>
-#include <mutex>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -190,6 +189,29 @@ std::vector<int> Liveness::watched_by(int rank, int size) {
     if (distance <= 8 || (distance & (distance - 1)) == 0)
       watched.push_back((rank + distance) % size);
   return watched;
+}
+
+LivenessPeriods::LivenessPeriods(const World& world)
+    : store_(world.store), rank_(world.rank), size_(world.size), silence_(world.options.timeout) {}
+
+void LivenessPeriods::begin(Liveness::Limits limits, Liveness::OnLoss on_loss) {
+  if (!store_) return;
+  silence_ = limits.silence;
+  auto begun =
+      std::make_shared<Liveness>(store_, rank_, size_, ++count_, limits, std::move(on_loss));
+  std::lock_guard lock(mutex_);
+  current_ = std::move(begun);
+}
+
+void LivenessPeriods::end() {
+  std::shared_ptr<Liveness> ended;
+  std::lock_guard lock(mutex_);
+  ended.swap(current_);
+}
+
+std::shared_ptr<Liveness> LivenessPeriods::current() {
+  std::lock_guard lock(mutex_);
+  return current_;
 }
 
 }  // namespace tessera::comm

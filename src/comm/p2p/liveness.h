@@ -1,13 +1,17 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "comm/base/world.h"
 
 namespace tessera::comm {
 
@@ -59,6 +63,29 @@ class Liveness {
   OnLoss on_loss_;
   std::thread store_thread_;  // calls the store, which may block for ever
   std::thread judge_;         // never does, so it finds that too
+};
+
+/// The Liveness objects of a group, one after the other. begin() and end() are of one thread; the
+/// others are of any.
+class LivenessPeriods {
+ public:
+  explicit LivenessPeriods(const World& world);
+
+  /// Does nothing without a store.
+  void begin(Liveness::Limits limits, Liveness::OnLoss on_loss);
+  void end();
+  /// Null: there is none now.
+  std::shared_ptr<Liveness> current();
+  /// The limit of the last one; before it the time-out.
+  std::chrono::milliseconds silence() const { return silence_; }
+
+ private:
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const int rank_, size_;
+  int64_t count_ = 0;
+  std::atomic<std::chrono::milliseconds> silence_;
+  std::mutex mutex_;  // guards current_
+  std::shared_ptr<Liveness> current_;
 };
 
 }  // namespace tessera::comm

@@ -30,31 +30,16 @@ Messenger::Messenger(const World& world, std::unique_ptr<Mailbox> mailbox,
       size_(world.size),
       timeout_(world.options.timeout),
       former_(world.options.timeout),
-      silence_(world.options.timeout),
-      store_(world.store) {}
+      liveness_(world) {}
 
 Messenger::~Messenger() { set_silence(timeout_.load()); }
 
 void Messenger::set_silence(std::chrono::milliseconds silence, std::function<void()> on_loss) {
-  std::shared_ptr<Liveness> ended;
-  {
-    std::lock_guard lock(liveness_mutex_);
-    ended.swap(liveness_);
-  }
-  ended.reset();
-  if (!store_ || failed_ || silence >= timeout_.load()) return;
-  silence_ = silence;
-  auto begun = std::make_shared<Liveness>(
-      store_, rank_, size_, ++watches_,
-      Liveness::Limits{silence, std::max(silence, former_.load())},
+  liveness_.end();
+  if (failed_ || silence >= timeout_.load()) return;
+  liveness_.begin(
+      {silence, std::max(silence, former_.load())},
       [this, on_loss = std::move(on_loss)](const std::vector<int>& lost) { lose(lost, on_loss); });
-  std::lock_guard lock(liveness_mutex_);
-  liveness_ = std::move(begun);
-}
-
-std::shared_ptr<Liveness> Messenger::liveness() {
-  std::lock_guard lock(liveness_mutex_);
-  return liveness_;
 }
 
 void Messenger::lose(std::vector<int> ranks, const std::function<void()>& on_loss) {
@@ -75,18 +60,19 @@ void Messenger::lose(std::vector<int> ranks, const std::function<void()>& on_los
 }
 
 std::vector<int> Messenger::resolve(const std::vector<int>& suspects, FailureLedger::Cause cause) {
-  std::lock_guard lock(resolve_mutex_);
+  std::lock_guard lock(failure_.mutex);
   // A rank that leaves by itself blames no other in its records.
-  if (!blamed_) blamed_ = aborted_ ? suspects : ledger_.resolve(suspects, cause);
-  return *blamed_;
+  auto& blamed = failure_.blamed;
+  if (!blamed) blamed = aborted_ ? suspects : ledger_.resolve(suspects, cause);
+  return *blamed;
 }
 
 void Messenger::begin(std::string operation) {
-  if (failed_) throw BrokenWorldError(failure_, resolve({}, FailureLedger::Cause::gone));
-  operation_ = std::move(operation);
-  deadline_ = Clock::now() + timeout_.load();
-  tag_ = next_tag_;
-  next_tag_ = (next_tag_ + kTagsPerOp) % kTagLimit;
+  if (failed_) throw BrokenWorldError(failure_.text, resolve({}, FailureLedger::Cause::gone));
+  collective_.name = std::move(operation);
+  collective_.deadline = Clock::now() + timeout_.load();
+  collective_.tag = collective_.next_tag;
+  collective_.next_tag = (collective_.next_tag + kTagsPerOp) % kTagLimit;
 }
 
 Messenger::Ticket Messenger::send(at::Tensor tensor, int peer, int part) {
@@ -103,12 +89,12 @@ Messenger::Ticket Messenger::post(at::Tensor tensor, int peer, int part, bool se
   if (aborted_) fail({peer}, "the process group was shut down");
   if (lost_) fail({peer}, "");
   try {
-    const int tag = tag_ + part % kTagsPerOp;
+    const int tag = collective_.tag + part % kTagsPerOp;
     auto message =
         sending ? mailbox_->send(tensor, peer, tag) : mailbox_->receive(tensor, peer, tag);
     if (sending) {
-      ++messages_sent_;
-      bytes_sent_ += tensor.nbytes();
+      ++sent_.messages;
+      sent_.bytes += tensor.nbytes();
     }
     flying_.push_back({std::move(tensor), std::move(message), peer});
   } catch (const std::exception& error) {
@@ -121,7 +107,8 @@ void Messenger::wait(Ticket ticket) {
   if (ticket == kNothing || !flying_[ticket].message) return;
   auto& item = flying_[ticket];
   // Rounded up: a wait that ends before the deadline means that the peer is gone, not late.
-  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline_ - Clock::now());
+  const auto left =
+      std::chrono::ceil<std::chrono::milliseconds>(collective_.deadline - Clock::now());
   try {
     item.message->wait(std::max(left, std::chrono::milliseconds(1)));
   } catch (const DamagedMessage& error) {
@@ -176,9 +163,9 @@ void Messenger::abort() noexcept {
 void Messenger::fail(const std::vector<int>& suspects, const std::string& cause, bool here,
                      bool damage) {
   using Cause = FailureLedger::Cause;
-  const auto left = deadline_ - Clock::now();
+  const auto left = collective_.deadline - Clock::now();
   const bool late = left.count() <= 0;
-  const auto watch = liveness();
+  const auto watch = liveness_.current();
   const auto blamed =
       resolve(suspects, damage                                               ? Cause::damage
                         : left < -kOverdue || (watch && watch->was_paused()) ? Cause::overdue
@@ -189,19 +176,19 @@ void Messenger::fail(const std::vector<int>& suspects, const std::string& cause,
   const bool silent = lost_ || (watch && std::all_of(blamed.begin(), blamed.end(), [&](int rank) {
                                   return watch->is_silent(rank);
                                 }));
-  const auto waited = (silent ? silence_ : timeout_).load();
+  const auto waited = silent ? liveness_.silence() : timeout_.load();
   const auto text = ledger_.found_damage() ? "exchanged a message that was damaged on the way"
                     : blamed == std::vector<int>{rank_}
                         ? "is this one: the others gave up on it earlier (it was stopped, or late)"
                     : late || silent
                         ? fmt::format("did not arrive within {} ms", waited.count())
                         : "is gone (it died, or ended, or its process group was destroyed)";
-  failure_ = fmt::format(
+  failure_.text = fmt::format(
       "ProcessGroup ({}): rank {} of {} gave up in {}: {} {}. Cause: {}", name(), rank_, size_,
-      operation_, rank_list(blamed), text,
+      collective_.name, rank_list(blamed), text,
       lost_ ? "a process does not run, or cannot be reached" : compat::first_line(cause.c_str()));
   failed_ = true;
-  throw BrokenWorldError(failure_, blamed);
+  throw BrokenWorldError(failure_.text, blamed);
 }
 
 }  // namespace tessera::comm

@@ -61,7 +61,7 @@ class Messenger {
   bool has_failed() const { return failed_; }
   /// True if Liveness has found a loss.
   bool has_lost() const { return lost_; }
-  Transport::Sent sent() const { return {messages_sent_, bytes_sent_}; }
+  Transport::Sent sent() const { return {sent_.messages, sent_.bytes}; }
 
  private:
   struct Flying {
@@ -74,27 +74,33 @@ class Messenger {
   void lose(std::vector<int> ranks, const std::function<void()>& on_loss);
   /// The ranks to blame, which the first failure of the group has found.
   std::vector<int> resolve(const std::vector<int>& suspects, FailureLedger::Cause cause);
-  std::shared_ptr<Liveness> liveness();
+
+  struct Collective {
+    std::string name;
+    std::chrono::steady_clock::time_point deadline;
+    int tag = 0, next_tag = 0;
+  };
+  /// The first failure of the group.
+  struct Failure {
+    std::string text;
+    std::mutex mutex;  // guards `blamed`
+    std::optional<std::vector<int>> blamed;
+  };
 
   std::unique_ptr<Mailbox> mailbox_;
   FailureLedger ledger_;
   int rank_, size_;
-  std::atomic<std::chrono::milliseconds> timeout_, former_, silence_;
-  std::string operation_;
-  std::chrono::steady_clock::time_point deadline_;
-  int tag_ = 0, next_tag_ = 0;
-  std::mutex mutex_;  // guards flying_, and what abort() changes
+  std::atomic<std::chrono::milliseconds> timeout_, former_;
+  Collective collective_;  // the current one
+  std::mutex mutex_;       // guards flying_, and what abort() changes
   std::vector<Flying> flying_;
   std::atomic<bool> aborted_ = false;
   std::atomic<bool> failed_ = false, lost_ = false;
-  std::string failure_;  // the text of the first failure
-  std::mutex resolve_mutex_;
-  std::optional<std::vector<int>> blamed_;
-  std::atomic<uint64_t> messages_sent_ = 0, bytes_sent_ = 0;
-  c10::intrusive_ptr<c10d::Store> store_;
-  int64_t watches_ = 0;
-  std::mutex liveness_mutex_;
-  std::shared_ptr<Liveness> liveness_;  // the last member, because its thread uses the others
+  Failure failure_;
+  struct {
+    std::atomic<uint64_t> messages = 0, bytes = 0;
+  } sent_;
+  LivenessPeriods liveness_;  // the last member, because its threads use the others
 };
 
 }  // namespace tessera::comm

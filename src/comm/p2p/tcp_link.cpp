@@ -174,7 +174,9 @@ void TcpLink::read() {
 void TcpLink::set_low_water() {
   if (!is_open()) return;
   const uint64_t left =
-      !has_frame() || is_stalled() ? 1 : frame_.bytes - moved() + sizeof end_ - end_read_;
+      !has_frame() || is_stalled()
+          ? 1
+          : arriving_.frame.bytes - moved() + sizeof arriving_.end - arriving_.end_read;
   const int wanted = static_cast<int>(std::clamp<uint64_t>(left, 1, kLowWaterBytes));
   if (wanted == low_water_) return;
   ::setsockopt(socket_.fd(), SOL_SOCKET, SO_RCVLOWAT, &wanted, sizeof wanted);
@@ -182,53 +184,54 @@ void TcpLink::set_low_water() {
 }
 
 void TcpLink::read_available() {
+  auto& in = arriving_;
   for (size_t budget = kMostBytesAtOnce; budget > 0 && is_open();) {
     if (!has_frame()) {
-      iovec part{reinterpret_cast<char*>(&frame_) + frame_read_, sizeof(Frame) - frame_read_};
+      iovec part{reinterpret_cast<char*>(&in.frame) + in.frame_read, sizeof(Frame) - in.frame_read};
       const auto taken = take(&part, 1);
       if (taken == 0) return;
-      frame_read_ += taken;
+      in.frame_read += taken;
       if (!has_frame()) continue;
-      if (frame_.sum != sum_of(frame_)) return end_damaged("the head of a message");
+      if (in.frame.sum != sum_of(in.frame)) return end_damaged("the head of a message");
       begin_message();
       continue;
     }
     if (is_stalled()) return;
     char* const to = (target_ ? target_->data : filling_->data.data()) + moved();
-    iovec parts[] = {{to, std::min(budget, frame_.bytes - moved())},
-                     {reinterpret_cast<char*>(&end_) + end_read_, sizeof end_ - end_read_}};
-    const auto taken = take(parts, moved() + parts[0].iov_len == frame_.bytes ? 2 : 1);
+    iovec parts[] = {{to, std::min(budget, in.frame.bytes - moved())},
+                     {reinterpret_cast<char*>(&in.end) + in.end_read, sizeof in.end - in.end_read}};
+    const auto taken = take(parts, moved() + parts[0].iov_len == in.frame.bytes ? 2 : 1);
     if (taken == 0) return;
     const size_t data = std::min(taken, parts[0].iov_len);
-    XXH3_64bits_update(&sum_, to, data);
+    XXH3_64bits_update(&in.sum, to, data);
     moved() += data;
-    end_read_ += taken - data;
+    in.end_read += taken - data;
     budget -= data;
-    if (end_read_ < sizeof end_) continue;
-    if (end_ != XXH3_64bits_digest(&sum_)) return end_damaged("a message");
+    if (in.end_read < sizeof in.end) continue;
+    if (in.end != XXH3_64bits_digest(&in.sum)) return end_damaged("a message");
     finish_message();
   }
 }
 
 void TcpLink::begin_message() {
-  end_read_ = 0;
-  XXH3_64bits_reset(&sum_);
+  const Frame& frame = arriving_.frame;
+  arriving_.end_read = 0;
+  XXH3_64bits_reset(&arriving_.sum);
   const auto posted = std::find_if(receives_.begin(), receives_.end(),
-                                   [&](const Parcel* parcel) { return parcel->tag == frame_.tag; });
+                                   [&](const Parcel* parcel) { return parcel->tag == frame.tag; });
   if (posted != receives_.end()) {
-    if ((*posted)->bytes != frame_.bytes)
-      return end(
-          fmt::format("the peer sent {} bytes, expected {}", frame_.bytes, (*posted)->bytes));
+    if ((*posted)->bytes != frame.bytes)
+      return end(fmt::format("the peer sent {} bytes, expected {}", frame.bytes, (*posted)->bytes));
     target_ = *posted;
     receives_.erase(posted);
   } else if (!receives_.empty()) {
-    early_.push_back({static_cast<int>(frame_.tag), std::vector<char>(frame_.bytes)});
+    early_.push_back({static_cast<int>(frame.tag), std::vector<char>(frame.bytes)});
     filling_ = &early_.back();
   }
 }
 
 void TcpLink::finish_message() {
-  frame_read_ = 0;
+  arriving_.frame_read = 0;
   if (target_) return complete(*std::exchange(target_, nullptr));
   const auto* const filled = std::exchange(filling_, nullptr);
   auto* const wanted = filled->wanted;

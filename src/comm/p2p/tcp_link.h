@@ -79,6 +79,14 @@ class TcpLink {
     uint64_t end = 0;  ///< Their checksum.
     size_t end_written = 0;
   };
+  /// The frame of a message that arrives.
+  struct Arriving {
+    Frame frame = {};
+    size_t frame_read = 0;
+    XXH3_state_t sum;
+    uint64_t end = 0;  ///< The checksum that arrives.
+    size_t end_read = 0;
+  };
   /// A message that arrived before its parcel.
   struct Early {
     int tag;
@@ -87,7 +95,7 @@ class TcpLink {
     Parcel* wanted = nullptr;
   };
 
-  bool has_frame() const { return frame_read_ == sizeof(Frame); }
+  bool has_frame() const { return arriving_.frame_read == sizeof(Frame); }
   bool is_stalled() const { return has_frame() && !target_ && !filling_; }
   uint64_t& moved() { return target_ ? target_->moved : filling_->arrived; }
   void begin_to_send();
@@ -107,11 +115,7 @@ class TcpLink {
   Sending sending_;               // of outgoing_.front()
   std::list<Parcel*> receives_;   // no byte has arrived
   std::list<Early> early_;
-  Frame frame_;  // of the message that arrives
-  size_t frame_read_ = 0;
-  XXH3_state_t sum_;
-  uint64_t end_ = 0;  // the checksum that arrives
-  size_t end_read_ = 0;
+  Arriving arriving_;
   bool damaged_ = false;
   Parcel* target_ = nullptr;  // into which it is read
   Early* filling_ = nullptr;  // or where it is kept

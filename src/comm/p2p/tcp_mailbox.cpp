@@ -149,18 +149,18 @@ int most_connections(const World& world, const std::string& address) {
 /// as many as `own`. Collective. Throws RanksMissing after the time-out.
 std::vector<std::vector<TcpAddress>> exchange_addresses(const World& world,
                                                         const std::vector<TcpAddress>& own) {
-  std::string text = own[0].host;
-  for (const auto& each : own) text += fmt::format(" {} {}", each.port, each.token);
+  std::string text;
+  for (const auto& each : own) text += fmt::format("{} {} {} ", each.port, each.token, each.host);
   const auto deadline = std::chrono::steady_clock::now() + world.options.timeout;
   std::vector<std::vector<TcpAddress>> addresses(own.size(), std::vector<TcpAddress>(world.size));
   for (const auto& [rank, written] :
        roll_call(world.store, "tcp", world.rank, world.size, text, deadline)) {
     detail::Classic<std::istringstream> words(written.value);
-    TcpAddress one;
-    words >> one.host;
     size_t count = 0;
-    for (; count < addresses.size() && words >> one.port >> one.token; ++count)
+    for (TcpAddress one; count < addresses.size() && words >> one.port >> one.token >> one.host;
+         ++count)
       addresses[count][rank] = one;
+    if (count == 0) throw std::runtime_error(fmt::format("rank {} has told no address", rank));
     addresses.resize(count);
   }
   return addresses;

@@ -83,6 +83,22 @@ std::optional<int> first_number(const GetVariable& get, const char* Names::*vari
   return std::nullopt;
 }
 
+/// Each number of a rank is below its count.
+void check_numbers(const Names& names, const LaunchEnvironment& found) {
+  const auto refuse = [](const char* variable, int value, const char* limit, const char* other,
+                         int count) {
+    throw UsageError(fmt::format(
+        "init_process_group: environment variable {} is {}; expected {} {}, which is {}", variable,
+        value, limit, other, count));
+  };
+  const char* const size = found.size_variable.c_str();
+  if (found.rank >= found.size) refuse(names.rank, found.rank, "less than", size, found.size);
+  if (found.local_size && *found.local_size > found.size)
+    refuse(names.local_size, *found.local_size, "at most", size, found.size);
+  if (found.local_rank && found.local_size && *found.local_rank >= *found.local_size)
+    refuse(names.local_rank, *found.local_rank, "less than", names.local_size, *found.local_size);
+}
+
 }  // namespace
 
 detail::LauncherRank read_launcher_rank(const GetVariable& get) noexcept {
@@ -107,27 +123,13 @@ LaunchEnvironment read_launch_environment(const GetVariable& get) {
           "init_process_group: environment variable {} is set but {} is not; a launcher sets both",
           rank ? names.rank : size_name, rank ? size_name : names.rank));
     }
-    if (*rank >= *size) {
-      throw UsageError(fmt::format(
-          "init_process_group: environment variable {} is {}; expected less than {}, which is {}",
-          names.rank, *rank, size_name, *size));
-    }
     result.launcher = names.launcher;
     result.rank = *rank;
     result.size = *size;
     result.size_variable = size_name;
     result.local_rank = number(get, names.local_rank, 0, kMaxCount);
     result.local_size = number(get, names.local_size, 1, kMaxCount);
-    if (result.local_size && *result.local_size > result.size) {
-      throw UsageError(fmt::format(
-          "init_process_group: environment variable {} is {}; expected at most {}, which is {}",
-          names.local_size, *result.local_size, size_name, result.size));
-    }
-    if (result.local_rank && result.local_size && *result.local_rank >= *result.local_size) {
-      throw UsageError(fmt::format(
-          "init_process_group: environment variable {} is {}; expected less than {}, which is {}",
-          names.local_rank, *result.local_rank, names.local_size, *result.local_size));
-    }
+    check_numbers(names, result);
     result.job = text(get, names.job);
     if (const auto step = text(get, names.job_step); !step.empty()) result.job += "." + step;
     if (slurm && step_number(get, "SLURM_STEP_NUM_NODES", "SLURM_NNODES") == 1)

@@ -30,8 +30,8 @@ Sink::Sink(int fd, std::string command)
 }
 
 void Sink::put(std::string_view text) {
-  if (drops_) {
-    dropped_ += text.size();
+  if (slow_.drops) {
+    slow_.dropped += text.size();
   } else if (!text.empty()) {
     queue_.append(text);
     last_ = text.back();
@@ -42,17 +42,17 @@ void Sink::put(std::string_view text) {
 void Sink::measure() {
   const size_t left = queue_.size() - written_;
   if (left <= kFull) {
-    full_since_.reset();
-  } else if (!full_since_) {
-    full_since_ = Clock::now();
-    read_ = 0;
+    slow_.full_since.reset();
+  } else if (!slow_.full_since) {
+    slow_.full_since = Clock::now();
+    slow_.read = 0;
   }
-  if (!drops_ || left > kFull / 2) return;
-  drops_ = false;
+  if (!slow_.drops || left > kFull / 2) return;
+  slow_.drops = false;
   if (closed_) return;
   unfinished_.clear();
   if (last_ != '\n') put("\n");
-  put(command_ + ": " + std::to_string(std::exchange(dropped_, 0)) +
+  put(command_ + ": " + std::to_string(std::exchange(slow_.dropped, 0)) +
       " bytes of output are missing here, because the output was not read\n");
 }
 
@@ -61,10 +61,10 @@ void Sink::pass(std::string_view bytes) {
   settled_ = false;
   const size_t newline = bytes.find('\n');
   remember_unfinished(bytes);
-  if (waiting_.empty() || newline == std::string_view::npos) return put(bytes);
+  if (waiting_.lines.empty() || newline == std::string_view::npos) return put(bytes);
   put(bytes.substr(0, newline + 1));
-  for (const std::string& text : waiting_) put(text);
-  waiting_.clear();
+  for (const std::string& text : waiting_.lines) put(text);
+  waiting_.lines.clear();
   put(bytes.substr(newline + 1));
 }
 
@@ -80,17 +80,17 @@ void Sink::line(std::string_view text) {
     put("\n");
     put(unfinished_);
   } else {
-    if (waiting_.empty()) waiting_since_ = Clock::now();
-    waiting_.push_back(std::string(text) + "\n");
+    if (waiting_.lines.empty()) waiting_.since = Clock::now();
+    waiting_.lines.push_back(std::string(text) + "\n");
   }
 }
 
 void Sink::urgent_line(std::string_view text) {
-  const bool drops = std::exchange(drops_, false);
+  const bool drops = std::exchange(slow_.drops, false);
   if (drops && last_ != '\n') put("\n");
   if (drops || !terminal_) break_line();
   line(text);
-  drops_ = drops && full_since_;
+  slow_.drops = drops && slow_.full_since;
 }
 
 void Sink::remember_unfinished(std::string_view bytes) {
@@ -119,16 +119,16 @@ void Sink::write_some() {
     closed_ = true;
     error_ = errno;
     queue_.clear();
-    waiting_.clear();
+    waiting_.lines.clear();
     written_ = 0;
     measure();
     return;
   }
   written_ += put_out;
-  read_ += put_out;
-  if (full_since_ && read_ >= kLeastRead) {
-    full_since_ = Clock::now();
-    read_ = 0;
+  slow_.read += put_out;
+  if (slow_.full_since && slow_.read >= kLeastRead) {
+    slow_.full_since = Clock::now();
+    slow_.read = 0;
   }
   if (written_ == queue_.size()) {
     queue_.clear();
@@ -148,28 +148,28 @@ int Sink::take_error() {
 
 std::optional<Clock::time_point> Sink::deadline() const {
   auto first = Clock::time_point::max();
-  if (!waiting_.empty()) first = waiting_since_ + kMaxHold;
-  if (full()) first = std::min(first, *full_since_ + kMaxHold);
+  if (!waiting_.lines.empty()) first = waiting_.since + kMaxHold;
+  if (full()) first = std::min(first, *slow_.full_since + kMaxHold);
   if (pending() && !wants_write()) first = std::min(first, retry_at_);
   return first == Clock::time_point::max() ? std::nullopt : std::optional(first);
 }
 
 void Sink::tick(Clock::time_point now) {
-  if (!waiting_.empty() && now >= waiting_since_ + kMaxHold) break_line();
-  if (full() && now >= *full_since_ + kMaxHold) drops_ = true;
+  if (!waiting_.lines.empty() && now >= waiting_.since + kMaxHold) break_line();
+  if (full() && now >= *slow_.full_since + kMaxHold) slow_.drops = true;
 }
 
 void Sink::settle() {
   settled_ = true;
-  if (!waiting_.empty()) break_line();
+  if (!waiting_.lines.empty()) break_line();
 }
 
 void Sink::break_line() {
   if (closed_ || unfinished_.empty()) return;
   put("\n");
   unfinished_.clear();
-  for (const std::string& text : waiting_) put(text);
-  waiting_.clear();
+  for (const std::string& text : waiting_.lines) put(text);
+  waiting_.lines.clear();
 }
 
 }  // namespace tessera::launch

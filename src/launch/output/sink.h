@@ -40,7 +40,7 @@ class Sink {
   /// True if poll() is to report when the descriptor is writable.
   bool wants_write() const { return pending() && Clock::now() >= retry_at_; }
   /// True if so much is queued that writers must wait, for a second at most if nobody reads.
-  bool full() const { return full_since_ && !drops_; }
+  bool full() const { return slow_.full_since && !slow_.drops; }
   /// True if a write has failed. Further output is dropped.
   bool closed() const { return closed_; }
   /// True if the reader of a pipe or socket is gone. The ranks are to get SIGPIPE then, but not
@@ -62,6 +62,13 @@ class Sink {
  private:
   static constexpr size_t kFull = 1 << 20;
 
+  struct SlowReader {
+    std::optional<Clock::time_point> full_since;  ///< Since then the reader has read little.
+    size_t read = 0;                              ///< Bytes since full_since.
+    bool drops = false;                           ///< Output is dropped.
+    size_t dropped = 0;
+  };
+
   void put(std::string_view text);
   /// Notices that the queue has become full, or has room again.
   void measure();
@@ -79,16 +86,15 @@ class Sink {
   bool settled_ = false;
   std::string queue_;
   size_t written_ = 0;
-  char last_ = '\n';                             ///< Of all that was queued.
-  std::optional<Clock::time_point> full_since_;  ///< Since then the reader has read little.
-  size_t read_ = 0;                              ///< Bytes since full_since_.
-  bool drops_ = false;                           ///< Output is dropped.
-  size_t dropped_ = 0;
+  char last_ = '\n';  ///< Of all that was queued.
+  SlowReader slow_;
   Clock::time_point retry_at_;
   /// The visible end of the unfinished line of passed bytes, as needed to draw it again.
   std::string unfinished_;
-  std::deque<std::string> waiting_;
-  Clock::time_point waiting_since_;
+  struct {
+    std::deque<std::string> lines;
+    Clock::time_point since;
+  } waiting_;
 };
 
 }  // namespace tessera::launch
