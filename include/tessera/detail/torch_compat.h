@@ -119,16 +119,35 @@ const at::DataPtr& unchecked_data_ptr(Storage* storage) {
   else return storage->data_ptr();
 }
 
+#if TESSERA_TORCH_AT_LEAST(2, 6) && !TESSERA_TORCH_AT_LEAST(2, 15)
+// These versions can refuse access to a storage's data, but have no function that allows it again.
+// C++ does not check access in an explicit instantiation, so it may name the private member.
+struct RefusesData {
+  friend bool c10::StorageImpl::*member(RefusesData);
+};
+template <bool c10::StorageImpl::*Member>
+struct NameRefusesData {
+  friend bool c10::StorageImpl::*member(RefusesData) { return Member; }
+};
+template struct NameRefusesData<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
+
+template <class Storage>
+void allow_data(Storage* storage) {
+  storage->*member(RefusesData()) = false;
+}
+#else
+template <class Storage>
+void allow_data(Storage* storage) {
+  storage->clear_data_ptr_access_error_msg_();
+}
+#endif
+
 /// An access to the storage's data is a c10::Error with this text; empty: it is allowed. Older
 /// libtorch has no such text, and finds itself that a null pointer is no data.
 template <class Storage = c10::StorageImpl>
 void refuse_data(Storage* storage, const std::string& text) {
-  if constexpr (requires {
-                  storage->_mutable_data_ptr_no_checks();
-                  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(text);
-                  storage->clear_data_ptr_access_error_msg_();
-                }) {
-    if (text.empty()) storage->clear_data_ptr_access_error_msg_();
+  if constexpr (TESSERA_TORCH_AT_LEAST(2, 6)) {
+    if (text.empty()) allow_data(storage);
     else storage->release_data_and_set_meta_custom_data_ptr_error_msg_(text);
   }
 }
