@@ -311,6 +311,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }
 #if !TESSERA_TORCH_AT_LEAST(2, 0)
 TORCH_LIBRARY_IMPL(_, AutogradPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+#else
+// libtorch 2.6 has no fallback there, and composes nothing of what has a kernel above.
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("_has_compatible_shallow_copy_type", torch::CppFunction::makeFallthrough());
+}
 #endif
 
 }  // namespace tessera::sim
