@@ -51,7 +51,10 @@ class Case(unittest.TestCase):
     def run_probe(self, front=(), launcher=(TESSERA, "run", "-n", "2", "--max-restarts", "1", "--restart-delay", "0"), timeout=60, cwd=None,
                   **more):
         """Both ranks end with 0 and say so once. Returns the output."""
-        env = environment(**{"TMPDIR": str(self.folder), "XDG_RUNTIME_DIR": "", "PROBE_FOLDER": str(self.folder / "run"), **{k: str(v) for k, v in more.items()}})
+        # exit() in a child waits for autograd's threads for devices, which fork() did not copy: 10 s, or as long as this says.
+        # Debian 13's libtorch has such a thread without a device.
+        env = environment(**{"TMPDIR": str(self.folder), "XDG_RUNTIME_DIR": "", "PROBE_FOLDER": str(self.folder / "run"),
+                             "TORCH_AUTOGRAD_SHUTDOWN_WAIT_LIMIT": "1", **{k: str(v) for k, v in more.items()}})
         process = subprocess.Popen([*front, *launcher, PROBE], env=env, cwd=cwd or self.folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                    stderr=subprocess.STDOUT, text=True, start_new_session=True)
         try:
