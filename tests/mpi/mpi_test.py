@@ -184,7 +184,8 @@ class OpenMpi(Mpi, unittest.TestCase):
     options = ["--oversubscribe"]
     variables = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     death = r"exited on\s+signal 9"
-    two_hosts = ["--mca", "plm_rsh_agent", "{agent}", "--mca", "btl_tcp_if_include", "192.0.2.0/24", "--host", "{places}"]
+    # Open MPI 5 with --oversubscribe puts all ranks on the first host, unless told how many each gets.
+    two_hosts = ["--mca", "plm_rsh_agent", "{agent}", "--mca", "btl_tcp_if_include", "192.0.2.0/24", "--map-by", "ppr:2:node", "--host", "{places}"]
 
 
 class Mpich(Mpi, unittest.TestCase):
