@@ -1,6 +1,7 @@
-// Sums over ranks, encoded values and updates of optimizers have the same bits on every processor:
-// the digests below were made on x86-64. Inputs are made of integers. NaN is left out: processors
-// differ in its sign and payload.
+// Sums over ranks, encoded values, updates of optimizers and checksums have the same bits on every
+// processor: the digests below were made on x86-64. Inputs are made of integers. NaN is left out:
+// processors differ in its sign and payload.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -8,11 +9,23 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#define XXH_STATIC_LINKING_ONLY  // XXH3_state_t
+#include <xxhash.h>
+
 #include "comm/base/tree_sum.h"
 #include "comm/base/wire_codec.h"
 #include "comm/shm/shm_kernels.h"
 #include "comm/shm/shm_sum.h"
 #include "optim/kernels.h"
+
+#if defined(__x86_64__)
+extern "C" {  // of src/comm/base/xxhash.cpp, for processors without AVX2
+XXH64_hash_t tessera_generic_64bits(const void* data, size_t bytes);
+XXH128_hash_t tessera_generic_128bits(const void* data, size_t bytes);
+XXH_errorcode tessera_generic_64bits_update(XXH3_state_t* state, const void* data, size_t bytes);
+XXH_errorcode tessera_generic_128bits_update(XXH3_state_t* state, const void* data, size_t bytes);
+}
+#endif
 
 namespace {
 
@@ -188,6 +201,42 @@ TEST(Bits, UpdatesAreThoseOfX86) {
     EXPECT_EQ(squares.value(), 0xad723e969451ae28);
   }
   optim::allow_avx2(true);
+}
+
+template <class Whole64, class Whole128, class Update64, class Update128>
+uint64_t checksums(Whole64 whole64, Whole128 whole128, Update64 update64, Update128 update128) {
+  Digest digest;
+  Numbers numbers;
+  for (const int64_t count : {0, 1, 16, 200, 241, 1024, 1025, 4096, 70001}) {
+    const auto values = tensor_of(numbers, at::kByte, count);
+    const auto* const data = static_cast<const char*>(values.data_ptr());
+    XXH3_state_t in_parts[2];
+    XXH3_64bits_reset(&in_parts[0]);
+    XXH3_128bits_reset(&in_parts[1]);
+    for (int64_t at = 0, part = 0; at < count; at += part) {
+      part = std::min<int64_t>(1 + static_cast<int64_t>(numbers.next() % 3000), count - at);
+      update64(&in_parts[0], data + at, part);
+      update128(&in_parts[1], data + at, part);
+    }
+    const XXH64_hash_t sum = XXH3_64bits_digest(&in_parts[0]);
+    const XXH128_hash_t wide = XXH3_128bits_digest(&in_parts[1]);
+    EXPECT_EQ(sum, whole64(data, count)) << count;
+    EXPECT_TRUE(XXH128_isEqual(wide, whole128(data, count))) << count;
+    digest.add(&sum, sizeof sum);
+    digest.add(&wide, sizeof wide);
+  }
+  return digest.value();
+}
+
+TEST(Bits, ChecksumsAreThoseOfX86) {
+  constexpr uint64_t kExpected = 0xddc4821ce86c28c7;
+  EXPECT_EQ(checksums(XXH3_64bits, XXH3_128bits, XXH3_64bits_update, XXH3_128bits_update),
+            kExpected);
+#if defined(__x86_64__)
+  EXPECT_EQ(checksums(tessera_generic_64bits, tessera_generic_128bits,
+                      tessera_generic_64bits_update, tessera_generic_128bits_update),
+            kExpected);
+#endif
 }
 
 }  // namespace
