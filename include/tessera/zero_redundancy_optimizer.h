@@ -124,15 +124,19 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   /// the first difference).
   ZeroRedundancyOptimizer(const torch::nn::Module& module, ProcessGroup group,
                           OptimizerFactory factory, Options options = {});
-  /// The same in default_process_group(). UsageError if there is none.
-  ZeroRedundancyOptimizer(const torch::nn::Module& module, OptimizerFactory factory,
-                          Options options = {});
   /// The same for parameter groups of `module`, whose buffers are kept equal.
   ZeroRedundancyOptimizer(const torch::nn::Module& module, std::vector<Group> groups,
                           ProcessGroup group, OptimizerFactory factory, Options options = {});
   /// The same without buffers: where a module has some, call track_buffers(). Otherwise the first
   /// step() says so in the log of rank 0. Parameters without names: numbered_parameters().
   ZeroRedundancyOptimizer(std::vector<Group> groups, ProcessGroup group, OptimizerFactory factory,
+                          Options options = {});
+  /// The same three in default_process_group(). UsageError if there is none.
+  ZeroRedundancyOptimizer(const torch::nn::Module& module, OptimizerFactory factory,
+                          Options options = {});
+  ZeroRedundancyOptimizer(const torch::nn::Module& module, std::vector<Group> groups,
+                          OptimizerFactory factory, Options options = {});
+  ZeroRedundancyOptimizer(std::vector<Group> groups, OptimizerFactory factory,
                           Options options = {});
   ~ZeroRedundancyOptimizer() override;
 
@@ -268,16 +272,11 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   };
   Reductions reductions() const;
 
-  /// Number of elements whose state this rank keeps, by parameter name. Local.
-  std::vector<std::pair<std::string, int64_t>> owned() const;
-
   const Options& options() const;
 
  private:
   class [[gnu::visibility("hidden")]] Impl;
   friend struct zero::TrainerAccess;
-  ZeroRedundancyOptimizer(const torch::nn::Module* module, std::vector<Group> groups,
-                          ProcessGroup group, OptimizerFactory factory, const Options& options);
   std::unique_ptr<Impl> impl_;
 };
 

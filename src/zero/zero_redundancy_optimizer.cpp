@@ -10,6 +10,15 @@
 #include "zero/impl.h"
 
 namespace tessera {
+namespace {
+
+/// In place of the module of parameters that come without one.
+const torch::nn::Module& no_module() {
+  static const auto& module = *new torch::nn::Module();
+  return module;
+}
+
+}  // namespace
 
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const torch::nn::Module& module,
                                                  ProcessGroup group, OptimizerFactory factory,
@@ -20,32 +29,36 @@ ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const torch::nn::Module& module
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const torch::nn::Module& module,
                                                  std::vector<Group> groups, ProcessGroup group,
                                                  OptimizerFactory factory, Options options)
-    : ZeroRedundancyOptimizer(&module, std::move(groups), std::move(group), std::move(factory),
-                              options) {
-  track_buffers(module);
-}
-
-ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const torch::nn::Module& module,
-                                                 OptimizerFactory factory, Options options)
-    : ZeroRedundancyOptimizer(module, detail::default_group_of(Impl::kName), std::move(factory),
-                              options) {}
-
-ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(std::vector<Group> groups, ProcessGroup group,
-                                                 OptimizerFactory factory, Options options)
-    : ZeroRedundancyOptimizer(nullptr, std::move(groups), std::move(group), std::move(factory),
-                              options) {}
-
-ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const torch::nn::Module* module,
-                                                 std::vector<Group> groups, ProcessGroup group,
-                                                 OptimizerFactory factory, const Options& options)
     : torch::optim::Optimizer(std::vector<torch::optim::OptimizerParamGroup>(),
                               Impl::default_options(factory)),
       impl_(std::make_unique<Impl>(*this, group, std::move(factory), options, groups)) {
   if (groups.empty())
     throw UsageError(impl_->prefix() + ": there are no parameter groups; expected at least one");
   for (auto& entry : groups) impl_->add_group(std::move(entry));
-  impl_->finish_construction(module);
+  impl_->finish_construction(&module);
+  if (&module != &no_module()) track_buffers(module);
 }
+
+ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(std::vector<Group> groups, ProcessGroup group,
+                                                 OptimizerFactory factory, Options options)
+    : ZeroRedundancyOptimizer(no_module(), std::move(groups), std::move(group), std::move(factory),
+                              options) {}
+
+ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const torch::nn::Module& module,
+                                                 OptimizerFactory factory, Options options)
+    : ZeroRedundancyOptimizer(module, detail::default_group_of(Impl::kName), std::move(factory),
+                              options) {}
+
+ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(const torch::nn::Module& module,
+                                                 std::vector<Group> groups,
+                                                 OptimizerFactory factory, Options options)
+    : ZeroRedundancyOptimizer(module, std::move(groups), detail::default_group_of(Impl::kName),
+                              std::move(factory), options) {}
+
+ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(std::vector<Group> groups,
+                                                 OptimizerFactory factory, Options options)
+    : ZeroRedundancyOptimizer(std::move(groups), detail::default_group_of(Impl::kName),
+                              std::move(factory), options) {}
 
 ZeroRedundancyOptimizer::~ZeroRedundancyOptimizer() = default;
 
@@ -114,13 +127,6 @@ const ZeroRedundancyOptimizer::Options& ZeroRedundancyOptimizer::options() const
 }
 std::vector<OptimizerStateDict::Group> ZeroRedundancyOptimizer::groups() const {
   return impl_->groups();
-}
-
-std::vector<std::pair<std::string, int64_t>> ZeroRedundancyOptimizer::owned() const {
-  std::vector<std::pair<std::string, int64_t>> result;
-  for (const auto* shard : impl_->shards.owned())
-    result.emplace_back(impl_->shards.parameters()[shard->parameter].name, shard->numel);
-  return result;
 }
 
 std::vector<ParameterShard> ZeroRedundancyOptimizer::shards() const {

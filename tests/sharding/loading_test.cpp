@@ -37,13 +37,21 @@ void expect_equal(const OptimizerStateDict& a, const OptimizerStateDict& b) {
 }
 
 TEST(DefaultGroup, AWrapperWithoutAGroupTakesIt) {
-  auto a = seeded<Uneven>(1), b = seeded<Uneven>(1), c = seeded<Uneven>(1), d = seeded<Uneven>(1);
+  auto a = seeded<Uneven>(1), b = seeded<Uneven>(1), c = seeded<Uneven>(1), d = seeded<Uneven>(1),
+       e = seeded<Uneven>(1), f = seeded<Uneven>(1);
+  const auto groups_of = [](const Uneven& net) {
+    return std::vector<ZeroRedundancyOptimizer::Group>{{named_parameters(*net), {}}};
+  };
   {
     const auto world = init_process_group();
     DistributedDataParallel ddp(a);
     ZeroRedundancyOptimizer zero(*b, adam());
     DistributedOptimizer distributed(*c, adam(), {});
     FullyShardedDataParallel fsdp(d);
+    ZeroRedundancyOptimizer groups(groups_of(e), adam(), {.buffers = BufferSync::none});
+    ZeroRedundancyOptimizer with_module(*f, groups_of(f), adam());
+    EXPECT_EQ(groups.join_group().impl(), world.impl());
+    EXPECT_EQ(with_module.join_group().impl(), world.impl());
     EXPECT_EQ(ddp.join_group().impl(), world.impl());
     EXPECT_EQ(zero.join_group().impl(), world.impl());
     EXPECT_EQ(distributed.join_group().impl(), world.impl());
@@ -54,6 +62,10 @@ TEST(DefaultGroup, AWrapperWithoutAGroupTakesIt) {
   EXPECT_THAT(thrown_by([&] { DistributedDataParallel ddp(net); }), HasSubstr(text));
   EXPECT_THAT(thrown_by([&] { FullyShardedDataParallel fsdp(net); }), HasSubstr(text));
   EXPECT_THAT(thrown_by([&] { ZeroRedundancyOptimizer zero(*net, adam()); }), HasSubstr(text));
+  EXPECT_THAT(thrown_by([&] { ZeroRedundancyOptimizer zero(groups_of(net), adam()); }),
+              HasSubstr(text));
+  EXPECT_THAT(thrown_by([&] { ZeroRedundancyOptimizer zero(*net, groups_of(net), adam()); }),
+              HasSubstr(text));
   EXPECT_THAT(thrown_by([&] { DistributedOptimizer distributed(*net, adam(), {}); }),
               HasSubstr("this process has no world of init_process_group()"));
 }

@@ -246,7 +246,7 @@ TEST(ZeroEarly, TheMeanTakesTheMemoryOfThisRanksPart) {
     backward(net, 0, rank, 2);
     zero.step();
     int64_t owned = 0;
-    for (const auto& [name, numel] : zero.owned()) owned += numel;
+    for (const auto& shard : zero.shards()) owned += shard.numel;
     EXPECT_EQ(zero.memory().gradients - before, owned * 4);
   });
 }

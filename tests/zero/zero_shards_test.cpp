@@ -58,7 +58,7 @@ TEST(ZeroShards, CoverEveryElementOnceWithTheParametersValues) {
         values.add_values(shards);
         if (rank == 0) expected.add_values(parameter_shards(named_parameters(*net)));
         int64_t owned = 0, held = 0;
-        for (const auto& [name, numel] : zero.owned()) owned += numel;
+        for (const auto& shard : zero.shards()) owned += shard.numel;
         for (const auto& shard : shards) {
           EXPECT_GT(shard.numel, 0);
           EXPECT_EQ(shard.shape, net->named_parameters()[shard.parameter].sizes().vec());
