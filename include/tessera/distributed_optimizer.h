@@ -64,7 +64,8 @@ struct DistributedOptimizerOptions {
 /// determines which rank has which gradients.
 ///
 /// Construction, backward(), step() and bcast_param() are collective over each dist_group and
-/// block. After an error in a backward pass, construct a new DistributedOptimizer.
+/// block. After an error in a backward pass or in add_param_group(), construct a new
+/// DistributedOptimizer.
 ///
 /// With reduce_method "sum" a `.grad` that was reduced must be cleared before the next backward
 /// pass that synchronises; otherwise every rank throws UsageError.
@@ -101,6 +102,12 @@ class DistributedOptimizer : public Joinable {
                        const NamedParameters& names,
                        std::vector<std::optional<ProcessGroup>> dist_groups, Options options);
   ~DistributedOptimizer() override;
+
+  /// Adds a parameter group, as construction does. The other groups keep their optimizer state, and
+  /// new packs are made. Gradients that the parameters of `group` have already are reduced. With
+  /// reduce_method "sum", clear all gradients before the next backward pass. UsageError as at
+  /// construction, and while no_sync() holds. Collective over all dist_groups; blocks.
+  void add_param_group(Group group);
 
   /// All ranks of the first dist_group of several ranks get rank 0's buffers of `module` now, and
   /// step() applies the option `buffers` from now on. The constructors with a module have called

@@ -23,25 +23,13 @@ std::shared_ptr<torch::optim::Optimizer> build(
           ->defaults()
           .clone();
   std::vector<torch::optim::OptimizerParamGroup> param_groups;
-  std::vector<sharding::NamedTensor> all;
+  NamedParameters all;
   for (const auto& group : groups) {
+    const int rank = group.dist_group ? group.dist_group->rank() : 0;
+    distributed_optimizer::check_group(group.parameters, all, param_groups.size(), rank);
+    all.insert(all.end(), group.parameters.begin(), group.parameters.end());
     std::vector<at::Tensor> tensors;
-    std::vector<sharding::NamedTensor> named;
-    for (const auto& [name, tensor] : group.parameters) {
-      tensors.push_back(tensor);
-      named.push_back({name, tensor});
-    }
-    sharding::check_parameters("DistributedOptimizer", named, param_groups.size(),
-                               group.dist_group ? group.dist_group->rank() : 0);
-    for (const auto& parameter : named) {
-      for (const auto& known : all) {
-        if (!known.tensor.is_same(parameter.tensor) && known.name != parameter.name) continue;
-        throw UsageError(fmt::format(
-            "DistributedOptimizer: group {}, parameter {}: already in an earlier group as {}",
-            param_groups.size(), parameter.name, known.name));
-      }
-    }
-    all.insert(all.end(), named.begin(), named.end());
+    for (const auto& item : group.parameters) tensors.push_back(item.second);
     param_groups.emplace_back(tensors, defaults->clone());
     set_options(param_groups.back().options(), group.options);
   }
@@ -117,6 +105,10 @@ at::Tensor DistributedOptimizer::step(const torch::optim::Optimizer::LossClosure
   if (std::exchange(impl_->no_module_, false) && impl_->options_.buffers != BufferSync::none)
     sharding::report_no_module(Impl::kName, impl_->buffer_group());
   return loss;
+}
+
+void DistributedOptimizer::add_param_group(Group group) {
+  impl_->add_param_group(std::move(group));
 }
 
 void DistributedOptimizer::track_buffers(const torch::nn::Module& module) {

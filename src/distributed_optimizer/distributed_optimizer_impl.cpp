@@ -4,6 +4,7 @@
 #include <cctype>
 #include <typeinfo>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 #include <c10/util/Type.h>
@@ -19,6 +20,26 @@
 namespace tessera {
 
 using distributed_optimizer::PackedReduction;
+
+void distributed_optimizer::check_group(const NamedParameters& parameters,
+                                        const NamedParameters& known, size_t index, int rank) {
+  std::vector<sharding::NamedTensor> named;
+  for (const auto& [name, tensor] : parameters) named.push_back({name, tensor});
+  sharding::check_parameters("DistributedOptimizer", named, index, rank);
+  std::unordered_map<const void*, std::string> name_of;
+  std::unordered_set<std::string> names;
+  for (const auto& [name, tensor] : known) {
+    name_of.emplace(tensor.unsafeGetTensorImpl(), name);
+    names.insert(name);
+  }
+  for (const auto& [name, tensor] : named) {
+    const auto same = name_of.find(tensor.unsafeGetTensorImpl());
+    if (same == name_of.end() && !names.contains(name)) continue;
+    throw UsageError(fmt::format(
+        "DistributedOptimizer: rank {}: group {}, parameter {}: already in an earlier group as {}",
+        rank, index, name, same == name_of.end() ? name : same->second));
+  }
+}
 
 DistributedOptimizer::Impl::Impl(std::shared_ptr<torch::optim::Optimizer> optimizer,
                                  const NamedParameters& names,
@@ -36,24 +57,24 @@ DistributedOptimizer::Impl::Impl(std::shared_ptr<torch::optim::Optimizer> optimi
     throw UsageError(fmt::format("{}: the optimizer has no parameter groups; expected one", kName));
   for (size_t g = 0; g < groups; ++g) add_group(g, dist_groups[g] ? *dist_groups[g] : world(g));
   check_options();
-  for (auto& synced : synced_) {
-    agree(synced.group, [&] {
-      const int rank = synced.group.rank();
-      sharding::refuse_parameter_wire(kName, rank, options_.wire);
-      sharding::check_wire_dtypes(kName, rank, options_.wire, synced.trainable);
-      wrapped_.emplace_back(kName, synced.group.rank(), sharding::Use::reduces_in_backward,
-                            synced.trainable);
-      sharding::Page::check_orphan_writes(synced.trainable);
-    });
-  }
-  check_contract();
-  for (const auto& synced : synced_) {
-    comm::run_local_work(synced.group, kName, [&] {
-      for (const auto& tensor : synced.tensors) materialize(tensor);
-    });
-  }
+  for (auto& synced : synced_) prepare(synced);
   if (options_.bcast_period >= 0) broadcast(0);
   make_reduction();
+}
+
+/// Checks a parameter group and computes deferred parameters. Collective.
+void DistributedOptimizer::Impl::prepare(SyncedGroup& synced) {
+  agree(synced.group, [&] {
+    const int rank = synced.group.rank();
+    sharding::refuse_parameter_wire(kName, rank, options_.wire);
+    sharding::check_wire_dtypes(kName, rank, options_.wire, synced.trainable);
+    wrapped_.emplace_back(kName, rank, sharding::Use::reduces_in_backward, synced.trainable);
+    sharding::Page::check_orphan_writes(synced.trainable);
+  });
+  check_contract(synced);
+  comm::run_local_work(synced.group, kName, [&] {
+    for (const auto& tensor : synced.tensors) materialize(tensor);
+  });
 }
 
 /// The dist_group of a parameter group for which the caller gave none.
@@ -108,20 +129,18 @@ void DistributedOptimizer::Impl::check_options() {
   check_option(prefix(), "param_pack_thd", options_.param_pack_thd, kAtLeastOne);
 }
 
-void DistributedOptimizer::Impl::check_contract() {
-  for (auto& synced : synced_) {
-    auto contract = sharding::signatures(synced.trainable);
-    contract.push_back(fmt::format("parameters: {}", synced.tensors.size()));
-    contract.push_back(fmt::format(
-        "options: reduce_method {}, bcast_period {}, param_pack {}, param_pack_thd {}, "
-        "wire: {}, overlap {}",
-        mean_ ? "mean" : "sum", options_.bcast_period, options_.param_pack, options_.param_pack_thd,
-        to_string(options_.wire), static_cast<int>(options_.overlap)));
-    const auto& optimizer = *optimizer_;
-    contract.push_back("optimizer " + c10::demangle(typeid(optimizer).name()));
-    contract.push_back(option_text(synced.parameter_group));
-    synced.group.check_contract(kName, contract);
-  }
+void DistributedOptimizer::Impl::check_contract(SyncedGroup& synced) const {
+  auto contract = sharding::signatures(synced.trainable);
+  contract.push_back(fmt::format("parameters: {}", synced.tensors.size()));
+  contract.push_back(fmt::format(
+      "options: reduce_method {}, bcast_period {}, param_pack {}, param_pack_thd {}, "
+      "wire: {}, overlap {}",
+      mean_ ? "mean" : "sum", options_.bcast_period, options_.param_pack, options_.param_pack_thd,
+      to_string(options_.wire), static_cast<int>(options_.overlap)));
+  const auto& optimizer = *optimizer_;
+  contract.push_back("optimizer " + c10::demangle(typeid(optimizer).name()));
+  contract.push_back(option_text(synced.parameter_group));
+  synced.group.check_contract(kName, contract);
 }
 
 std::string DistributedOptimizer::Impl::option_text(size_t parameter_group) const {
@@ -161,12 +180,40 @@ void DistributedOptimizer::Impl::make_reduction() {
   if (join_) reduction_->set_join(*join_);
 }
 
+void DistributedOptimizer::Impl::add_param_group(Group added) {
+  const auto index = synced_.size();
+  auto group = added.dist_group ? *added.dist_group : world(index);
+  agree(group, [&] {
+    if (reduction_ && !reduction_->sync())
+      throw UsageError(prefix() +
+                       ": add_param_group() was called while no_sync() holds; expected it between "
+                       "two steps");
+    distributed_optimizer::check_group(added.parameters, names_, index, group.rank());
+    std::vector<at::Tensor> tensors;
+    for (const auto& item : added.parameters) tensors.push_back(item.second);
+    torch::optim::OptimizerParamGroup param_group(std::move(tensors),
+                                                  optimizer_->defaults().clone());
+    set_options(param_group.options(), added.options);
+    tessera::add_param_group(*optimizer_, param_group);
+    names_.insert(names_.end(), added.parameters.begin(), added.parameters.end());
+    add_group(index, group);
+    check_options();
+  });
+  auto& synced = synced_.back();
+  prepare(synced);
+  if (options_.bcast_period >= 0) group.broadcast(synced.tensors, 0);
+  reduction_.reset();  // before the new one registers its hooks
+  if (reduces(synced)) reduce(synced, synced.trainable);
+  make_reduction();
+  mark_reduced();
+}
+
 void DistributedOptimizer::Impl::check_groups() {
   const auto& groups = optimizer_->param_groups();
   if (groups.size() != synced_.size()) {
     synced_[0].group.fail(fmt::format(
-        "{}: the optimizer has {} parameter groups, and {} at construction: the gradients of a "
-        "group that add_param_group() adds later are not reduced; construct the {} with all groups",
+        "{}: the optimizer has {} parameter groups, of which {} are known: the gradients of the "
+        "others are not reduced; expected add_param_group() of the {}",
         prefix(), groups.size(), synced_.size(), kName));
   }
   for (auto& synced : synced_) {
@@ -211,7 +258,12 @@ void DistributedOptimizer::Impl::follow_thaw(bool reduced) {
   if (reduced)
     for (auto& [synced, parameters] : thawed) reduce(*synced, parameters);
   make_reduction();
-  if (!reduction_ || !reduced || mean_) return;
+  if (reduced) mark_reduced();
+}
+
+/// Gradients that are there when a reduction is made are sums over the ranks already.
+void DistributedOptimizer::Impl::mark_reduced() {
+  if (!reduction_ || mean_) return;
   size_t next = 0;
   for (const auto& synced : synced_)
     for (size_t i = 0; reduces(synced) && i < synced.trainable.size(); ++i)

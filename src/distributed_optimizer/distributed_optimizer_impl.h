@@ -12,6 +12,15 @@
 
 namespace tessera {
 
+namespace distributed_optimizer {
+
+/// UsageError for parameters of group `index` that do not suit, or that are among those of earlier
+/// groups, `known`.
+void check_group(const NamedParameters& parameters, const NamedParameters& known, size_t index,
+                 int rank);
+
+}  // namespace distributed_optimizer
+
 /// Validates the options and the parameters, compares them between ranks, and broadcasts the
 /// parameters. PackedReduction reduces the gradients.
 class DistributedOptimizer::Impl {
@@ -29,7 +38,9 @@ class DistributedOptimizer::Impl {
     std::vector<sharding::NamedTensor> trainable, frozen;
   };
 
-  /// Refuses parameter groups that were added to the optimizer after construction.
+  /// Collective over all dist_groups.
+  void add_param_group(Group added);
+  /// Refuses parameter groups that were added to the optimizer itself after construction.
   void check_groups();
   /// Parameters that were frozen and require a gradient now get hooks and packs, which all ranks
   /// must see. `reduced`: the other gradients are reduced already, so those of the thawed ones are
@@ -57,10 +68,12 @@ class DistributedOptimizer::Impl {
   static ProcessGroup world(size_t index);
   void add_group(size_t index, ProcessGroup group);
   void check_options();
-  void check_contract();
+  void prepare(SyncedGroup& synced);
+  void check_contract(SyncedGroup& synced) const;
   std::string option_text(size_t parameter_group) const;
   bool reduces(const SyncedGroup& synced) const;
   void make_reduction();
+  void mark_reduced();
   std::vector<sharding::NamedTensor> take_thawed(SyncedGroup& synced);
   void reduce(SyncedGroup& synced, const std::vector<sharding::NamedTensor>& parameters);
 

@@ -112,7 +112,7 @@ TEST(DistributedGroups, AGroupThatWasAddedLaterIsAnError) {
     optimizer.backward(loss_of(net(rows(0, rank, 2))));
     optimizer.step();
   });
-  expect_usage_errors(errors, "the optimizer has 2 parameter groups, and 1 at construction");
+  expect_usage_errors(errors, "the optimizer has 2 parameter groups, of which 1 are known");
 }
 
 TEST(DistributedOptions, ThatDifferBetweenRanksAreAnErrorOnAllRanks) {
