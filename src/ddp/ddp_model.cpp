@@ -127,20 +127,26 @@ void DdpModel::divide_parameters() {
 
 bool DdpModel::follow_trainability() {
   std::vector<std::string> changes;
+  std::vector<at::Tensor> thawed;
   for (const auto& [name, tensor] : frozen_) {
     if (!tensor.requires_grad()) continue;
-    if (shares()) group.fail(sharding::thawed_text(kDdpName, name, group.rank()));
     changes.push_back(name + " requires a gradient");
+    thawed.push_back(tensor);
   }
-  if (changes.empty() && options_.static_graph) return false;
   for (const auto& [name, tensor] : trainable)
     if (!tensor.requires_grad()) changes.push_back(name + " is frozen");
   const bool any =
       std::any_of(all_.begin(), all_.end(), [](const auto& p) { return p.tensor.requires_grad(); });
   if (changes.empty() || !any) return false;
   group.check_contract(fmt::format("{} (a change of requires_grad)", kDdpName), changes);
+  for (const auto& tensor : thawed)
+    if (is_shared(tensor)) shared_->take_out(tensor);
   divide_parameters();
   return true;
+}
+
+bool DdpModel::is_shared(const at::Tensor& tensor) const {
+  return shared_ && shared_->holds(tensor);
 }
 
 /// A module that was put in the place of another one has parameters without a bucket.
@@ -172,16 +178,17 @@ void DdpModel::with_shared_write(const std::function<void()>& write) {
 }
 
 int64_t DdpModel::parameter_bytes() const {
-  int64_t bytes = shares() ? shared_->own_bytes() : 0;
-  for (const auto& [name, tensor] : shares() ? trainable : all_)
-    bytes += static_cast<int64_t>(tensor.nbytes());
+  int64_t bytes = shared_ ? shared_->own_bytes() : 0;
+  for (const auto& [name, tensor] : all_)
+    if (!is_shared(tensor)) bytes += static_cast<int64_t>(tensor.nbytes());
   return bytes;
 }
 
 void DdpModel::broadcast(int root) {
   std::vector<at::Tensor> tensors;
   // Shared ones are rank 0's since they were placed.
-  for (const auto& parameter : shares() ? trainable : all_) tensors.push_back(parameter.tensor);
+  for (const auto& [name, tensor] : all_)
+    if (!is_shared(tensor)) tensors.push_back(tensor);
   group.broadcast(tensors, root);
   buffers_.broadcast(group, root);
 }

@@ -37,8 +37,8 @@ class DdpModel {
   }
 
   /// Finds out which parameters require a gradient now. Returns whether `trainable` has changed,
-  /// which all ranks must see. If none requires one, or static_graph is set and parameters were
-  /// frozen, it stays. Collective if it changes.
+  /// which all ranks must see. If none requires one, it stays. Shared parameters that were thawed
+  /// get memory of each rank's own. Collective if it changes.
   bool follow_trainability();
   void check_same_parameters();
   void with_shared_write(const std::function<void()>& write);
@@ -54,7 +54,7 @@ class DdpModel {
   void divide_parameters();
   void check_sharing() const;
   void share_frozen();
-  bool shares() const { return shared_ && shared_->any(); }
+  bool is_shared(const at::Tensor& tensor) const;
 
   const DistributedDataParallelOptions& options_;
   std::vector<sharding::NamedTensor> all_, frozen_;

@@ -102,14 +102,23 @@ TEST(DdpShareParameters, RefuseWritesAndRunThemOnceAHost) {
   });
 }
 
-TEST(DdpShareParameters, AThawedParameterIsAnErrorOnEveryRank) {
-  const auto errors = run_ranks_catching(2, [](ProcessGroup group, int rank) {
+// ddp_thaw_test.cpp compares what is trained then.
+TEST(DdpShareParameters, AThawedParameterIsEachRanksOwn) {
+  run_ranks(2, [](ProcessGroup group, int rank) {
     auto net = half_frozen(8);
     SharingDdp ddp(net, group, {.share_parameters = true});
+    const auto before = ddp.parameter_bytes();
+    const auto values = net->second->weight.detach().clone();
     net->second->weight.requires_grad_(true);
     loss_of(ddp(rows(0, rank, 2))).backward();
+    EXPECT_TRUE(at::equal(net->second->weight, values));
+    EXPECT_EQ(ddp.parameter_bytes(), before + static_cast<int64_t>(values.nbytes()));
+    const at::NoGradGuard no_grad;
+    net->second->weight.fill_(rank);
+    group.barrier();
+    EXPECT_EQ(net->second->weight.sum().item<double>(), rank * values.numel());
+    group.barrier();
   });
-  expect_usage_errors(errors, "second.weight");
 }
 
 TEST(DdpShareParameters, RanksOfAHostWithoutSharedMemoryAreAnErrorOnEveryRank) {

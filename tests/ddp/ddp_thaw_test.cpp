@@ -82,13 +82,16 @@ void expect_parity(const std::string& where, const std::vector<int>& hosts, cons
 }
 
 TEST(DdpThaw, EqualsPlainTraining) {
-  Options small, unused, late;
+  Options small, unused, late, fixed, shared, both;
   small.first_bucket_mb = small.bucket_cap_mb.emplace(0.0001);
   unused.find_unused_parameters = true;
   late.overlap = Overlap::background;
+  fixed.static_graph = both.static_graph = true;
+  shared.share_parameters = both.share_parameters = true;
+  both.overlap = Overlap::background;
   for (const auto& hosts :
        std::vector<std::vector<int>>{{0}, {0, 0}, {0, 1}, {0, 0, 0}, {0, 0, 1, 1}})
-    for (const auto& options : {Options(), small, unused, late})
+    for (const auto& options : {Options(), small, unused, late, fixed, shared, both})
       for (const bool accumulates : {false, true})
         expect_parity(::testing::PrintToString(hosts), hosts, options, accumulates);
 }

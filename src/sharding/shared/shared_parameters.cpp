@@ -102,6 +102,17 @@ void SharedParameters::place_whole(const std::vector<NamedTensor>& parameters,
   }
 }
 
+bool SharedParameters::holds(const at::Tensor& parameter) const {
+  const auto* page = Page::of(parameter);
+  return page && page->owner() == this;
+}
+
+void SharedParameters::take_out(at::Tensor parameter) {
+  const at::NoGradGuard no_grad;
+  const NoDetection no_detection;
+  parameter.set_data(parameter.detach().clone());
+}
+
 int64_t SharedParameters::own_bytes() const {
   if (bytes_ == 0) return 0;
   const int ranks = group_.local_size();

@@ -40,6 +40,11 @@ class SharedParameters : public PageOwner {
   /// Allocates memory for `members`, of any dtypes, and moves them there. Collective.
   void place_whole(const std::vector<NamedTensor>& parameters, const std::vector<size_t>& members);
 
+  /// Whether `parameter` is in the shared memory.
+  bool holds(const at::Tensor& parameter) const;
+  /// Gives a parameter in the shared memory a copy of this rank's own. Local.
+  void take_out(at::Tensor parameter);
+
   /// Whether anything was placed.
   bool any() const { return bytes_ > 0; }
   /// This rank's equal part of the bytes of the host's copy.
