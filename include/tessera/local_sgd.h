@@ -99,8 +99,8 @@ class LocalSgd : public Joinable {
   /// Gives all ranks of `outer` the parameters of its rank 0, but not what has no shards: frozen
   /// parameters and buffers, which must be equal already. Collective over `outer`, `replicas`,
   /// `publish` and `prepare`; blocks. Throws UsageError on all ranks of `outer` for an option out
-  /// of range, for undefined or sparse shards and shards that are not floating-point, and if the
-  /// ranks differ in options or shards.
+  /// of range, for undefined or sparse shards and shards of integers, and if the ranks differ in
+  /// options or shards.
   LocalSgd(ProcessGroup outer, std::vector<ParameterShard> shards, LocalSgdOptions options = {},
            ProcessGroup replicas = {}, std::function<void()> publish = {},
            std::function<void()> prepare = {});
@@ -133,8 +133,9 @@ class LocalSgd : public Joinable {
   /// for entries that are missing, unknown or of another size; nothing changes then.
   void load_state_dict(const State& state);
   /// The elements of the parameters to which the elements of the tensors of state_dict() belong, in
-  /// their order, so that a checkpoint can divide the state otherwise. "steps" and
-  /// "synchronizations" belong to none. Local.
+  /// their order, so that a checkpoint can divide the state otherwise. A complex parameter counts
+  /// as one of real numbers with a last dimension of 2. "steps" and "synchronizations" belong to
+  /// none. Local.
   std::vector<ElementRange> state_ranges() const;
 
   // Join. Without set_join() it is one over `outer`: a rank without data keeps its parameters and

@@ -26,6 +26,25 @@ std::vector<int64_t> strides_by_rows(const std::vector<int64_t>& shape) {
   return strides;
 }
 
+/// The values of a shard as real numbers: those of a complex one are pairs, in the last dimension.
+at::Tensor values_of(const ParameterShard& shard) {
+  const auto values = shard.tensor.detach();
+  return values.is_complex() ? at::view_as_real(values) : values;
+}
+
+/// The range of values_of().
+ElementRange range_of_values(const ParameterShard& shard) {
+  ElementRange range = shard;
+  if (!shard.tensor.is_complex()) return range;
+  for (size_t i = 0; i < range.strides.size(); ++i)
+    if (range.shape[i] != 1) range.strides[i] *= 2;
+  if (!range.strides.empty() || range.shape.empty()) range.strides.push_back(1);
+  range.shape.push_back(2);
+  range.begin *= 2;
+  range.numel *= 2;
+  return range;
+}
+
 }  // namespace
 
 Parameters::Parameters(std::vector<ParameterShard> shards, ProcessGroup replicas,
@@ -44,8 +63,9 @@ void Parameters::measure() {
   int64_t total = 0;
   for (const auto& shard : shards_) {
     storages_.push_back(storage_of(shard.tensor));
-    total += shard.tensor.numel();
-    if (shard.tensor.scalar_type() == at::kDouble) options_ = options_.dtype(at::kDouble);
+    const auto values = values_of(shard);
+    total += values.numel();
+    if (values.scalar_type() == at::kDouble) options_ = options_.dtype(at::kDouble);
   }
   const int64_t ranks = replicas_.size();
   for (int64_t rank = 0; rank < ranks; ++rank)
@@ -64,9 +84,9 @@ void Parameters::check(int rank) const {
     const at::Tensor& tensor = shards_[i].tensor;
     if (!tensor.defined()) refuse("is undefined", "a tensor");
     if (tensor.layout() != at::kStrided) refuse("is sparse", "a dense tensor");
-    if (!tensor.is_floating_point()) {
+    if (!tensor.is_floating_point() && !tensor.is_complex()) {
       refuse(fmt::format("has dtype {}", c10::toString(tensor.scalar_type())),
-             "a floating-point dtype");
+             "a floating-point or complex dtype");
     }
     if (tensor.device() != shards_[0].tensor.device())
       refuse(fmt::format("is on {}", tensor.device().str()), "the device of the first shard");
@@ -120,12 +140,11 @@ at::Tensor Parameters::part() const {
   const at::Tensor result = at::empty({numel()}, options_);
   int64_t at = 0;
   for (const auto& shard : shards_) {
-    const int64_t from = std::max(at, first), to = std::min(at + shard.tensor.numel(), last);
-    if (from < to) {
-      const at::Tensor values = shard.tensor.detach().reshape({-1});
+    const at::Tensor values = values_of(shard).reshape({-1});
+    const int64_t from = std::max(at, first), to = std::min(at + values.numel(), last);
+    if (from < to)
       result.narrow(0, from - first, to - from).copy_(values.narrow(0, from - at, to - from));
-    }
-    at += shard.tensor.numel();
+    at += values.numel();
   }
   return result;
 }
@@ -135,16 +154,17 @@ std::vector<ElementRange> Parameters::ranges() const {
   std::vector<ElementRange> result;
   int64_t at = 0;
   for (const auto& shard : shards_) {
-    const int64_t from = std::max(at, first), to = std::min(at + shard.tensor.numel(), last);
+    ElementRange range = range_of_values(shard);
+    const int64_t numel = range.numel;
+    const int64_t from = std::max(at, first), to = std::min(at + numel, last);
     if (from < to) {
-      ElementRange range = shard;
-      range.begin = shard.begin + from - at;
+      range.begin += from - at;
       range.numel = to - from;
       // part() reads a tensor of the whole shape row by row, and another one as it lies in memory.
-      if (shard.tensor.dim() != 1) range.strides = strides_by_rows(shard.shape);
+      if (shard.tensor.dim() != 1) range.strides = strides_by_rows(range.shape);
       result.push_back(std::move(range));
     }
-    at += shard.tensor.numel();
+    at += numel;
   }
   return result;
 }
@@ -159,9 +179,9 @@ void Parameters::write(const at::Tensor& part) {
   }
   int64_t at = 0;
   for (auto& shard : shards_) {
-    const int64_t numel = shard.tensor.numel();
-    shard.tensor.detach().copy_(all.narrow(0, at, numel).view(shard.tensor.sizes()));
-    at += numel;
+    const at::Tensor values = values_of(shard);
+    values.copy_(all.narrow(0, at, values.numel()).view(values.sizes()));
+    at += values.numel();
   }
   if (publish_) publish_();
 }

@@ -120,6 +120,48 @@ TEST(LocalSgd, OtherDtypesAndLayoutsAreKept) {
   });
 }
 
+// A complex parameter trains as one of pairs, whose ends may be on different ranks of a group.
+TEST(LocalSgd, ComplexParametersAreThoseOfPairs) {
+  const auto number = [](double value) { return at::full({}, value, at::kComplexFloat); };
+  for (const auto outer : {OuterOptimizer::average, OuterOptimizer::nesterov}) {
+    run_ranks(4, [&](ProcessGroup group, int rank) {
+      auto groups = local_sgd_groups(group, 2);
+      const auto numbers = at::arange(6, at::kFloat).view({3, 2});
+      auto spectrum = at::complex(numbers, 2 * numbers).t();
+      auto last = number(1);
+      auto pairs = at::view_as_real(spectrum).clone(at::MemoryFormat::Contiguous);
+      auto last_pair = at::view_as_real(last).clone();
+      const auto shards = [](const at::Tensor& a, const at::Tensor& b) {
+        return parameter_shards({{"spectrum", a}, {"last", b}});
+      };
+      const LocalSgdOptions options{.sync_every = 1, .outer = outer};
+      LocalSgd ours(groups.outer, shards(spectrum, last), options, groups.inner);
+      LocalSgd real(groups.outer, shards(pairs, last_pair), options, groups.inner);
+      for (int step = 0; step < 3; ++step) {
+        const auto change = (rank / 2 + step) * c10::complex<float>(0.5, -1);
+        spectrum.add_(at::full({}, change, at::kComplexFloat));
+        last.mul_(2);
+        at::view_as_complex(pairs).add_(at::full({}, change, at::kComplexFloat));
+        last_pair.mul_(2);
+        ours.step();
+        real.step();
+      }
+      EXPECT_TRUE(at::equal(at::view_as_real(spectrum), pairs));
+      EXPECT_TRUE(at::equal(at::view_as_real(last), last_pair));
+      EXPECT_TRUE(at::equal(ours.state_dict().at("anchor"), real.state_dict().at("anchor")));
+      const auto expected = real.state_ranges();
+      const auto ranges = ours.state_ranges();
+      ASSERT_EQ(ranges.size(), expected.size());
+      for (size_t i = 0; i < ranges.size(); ++i) {
+        EXPECT_EQ(ranges[i].shape, expected[i].shape);
+        EXPECT_EQ(ranges[i].begin, expected[i].begin);
+        EXPECT_EQ(ranges[i].numel, expected[i].numel);
+        EXPECT_EQ(ranges[i].strides, expected[i].strides);
+      }
+    });
+  }
+}
+
 TEST(LocalSgd, WhatInt8RoundsAwayIsSentLater) {
   constexpr int kMany = 40;
   run_ranks(2, [](ProcessGroup group, int) {
