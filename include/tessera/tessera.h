@@ -30,6 +30,7 @@
 #include "tessera/module_state_dict.h"
 #include "tessera/optim.h"
 #include "tessera/optim/fused_optimizer.h"
+#include "tessera/optim/master_weights.h"
 #include "tessera/optim/optimizer_state.h"
 #include "tessera/optim/optimizer_state_dict.h"
 #include "tessera/optim/optimizer_state_file.h"

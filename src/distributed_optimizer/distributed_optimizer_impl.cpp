@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cctype>
-#include <typeinfo>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -137,8 +136,7 @@ void DistributedOptimizer::Impl::check_contract(SyncedGroup& synced) const {
       "wire: {}, overlap {}",
       mean_ ? "mean" : "sum", options_.bcast_period, options_.param_pack, options_.param_pack_thd,
       to_string(options_.wire), static_cast<int>(options_.overlap)));
-  const auto& optimizer = *optimizer_;
-  contract.push_back("optimizer " + c10::demangle(typeid(optimizer).name()));
+  contract.push_back("optimizer " + text_of_class(*optimizer_));
   contract.push_back(option_text(synced.parameter_group));
   synced.group.check_contract(kName, contract);
 }

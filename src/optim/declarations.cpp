@@ -4,6 +4,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "optim/master_weights.h"
 #include "optim/torch_fields.h"
 
 namespace tessera {
@@ -44,6 +45,8 @@ void declare_element_wise(std::type_index optimizer) {
 
 bool is_element_wise(const torch::optim::Optimizer& optimizer) {
   using namespace torch::optim;
+  if (const auto* masters = dynamic_cast<const optim::MasterWeights*>(&optimizer))
+    return is_element_wise(masters->inner());
   if (dynamic_cast<const ElementWise*>(&optimizer) != nullptr ||
       is_exactly<SGD, Adam, AdamW, Adagrad, RMSprop>(optimizer))
     return true;

@@ -31,6 +31,12 @@ bool is_listed(const at::Tensor& param, const at::Tensor& grad) {
          grad.scalar_type() == param.scalar_type() && param.is_non_overlapping_and_dense();
 }
 
+/// With operations that exist in every libtorch and work in place.
+void copy_list(const std::vector<at::Tensor>& to, const std::vector<at::Tensor>& from) {
+  at::_foreach_zero_(to);
+  at::_foreach_add_(to, from);
+}
+
 namespace {
 
 using List = std::vector<at::Tensor>;
@@ -41,16 +47,10 @@ List like(const List& tensors) {
   return result;
 }
 
-/// With operations that exist in every libtorch and work in place.
-void copy_to(const List& to, const List& from) {
-  at::_foreach_zero_(to);
-  at::_foreach_add_(to, from);
-}
-
 /// The gradients, with decay of the parameters added in memory of their own.
 List decayed(const List& grads, const List& params, double weight_decay) {
   const auto result = like(grads);
-  copy_to(result, grads);
+  copy_list(result, grads);
   at::_foreach_add_(result, params, weight_decay);
   return result;
 }
@@ -77,7 +77,7 @@ void foreach_adam(const compat::FusedAdamLists& lists, int64_t steps, const Adam
   at::_foreach_addcmul_(lists.exp_avg_sqs, grads, grads, 1 - n.beta2);
   const auto step = static_cast<double>(steps);
   const auto denominators = like(params);
-  copy_to(denominators, lists.exp_avg_sqs);
+  copy_list(denominators, lists.exp_avg_sqs);
   at::_foreach_sqrt_(denominators);
   at::_foreach_div_(denominators, std::sqrt(1 - std::pow(n.beta2, step)));
   at::_foreach_add_(denominators, n.eps);
@@ -91,7 +91,7 @@ void foreach_sgd(const List& params, const List& grads, const List& buffers, boo
   if (o.weight_decay() != 0) directions = decayed(grads, params, o.weight_decay());
   if (o.momentum() != 0) {
     if (first) {
-      copy_to(buffers, directions);
+      copy_list(buffers, directions);
     } else {
       at::_foreach_mul_(buffers, o.momentum());
       at::_foreach_add_(buffers, directions, 1 - o.dampening());

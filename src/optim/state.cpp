@@ -3,6 +3,7 @@
 #include <torch/optim/adagrad.h>
 
 #include "optim/declarations.h"
+#include "optim/master_weights.h"
 #include "optim/named_values.h"
 #include "optim/torch_fields.h"
 #include "tessera/detail/nearest.h"
@@ -82,7 +83,10 @@ class StateReader {
   void check_taken(const std::string& name) const {
     if (known_.count(name) == 0) {
       throw UsageError("set_state: unknown state \"" + name + "\"" +
-                       suggestion(name, {known_.begin(), known_.end()}));
+                       (name == optim::MasterWeights::kMaster
+                            ? "; it is of an optimizer of with_master_weights(), for parameters "
+                              "of bfloat16 or float16; expected the same here"
+                            : suggestion(name, {known_.begin(), known_.end()})));
     }
   }
 
@@ -221,6 +225,8 @@ StateAdapter serializing_adapter(
 
 std::optional<ParamState> get_state(const torch::optim::Optimizer& optimizer,
                                     const at::Tensor& param) {
+  if (const auto* masters = dynamic_cast<const optim::MasterWeights*>(&optimizer))
+    return masters->read_state(param);
   const auto found = optimizer.state().find(compat::state_key(param));
   if (found == optimizer.state().end() || !found->second) return std::nullopt;
   const auto& object = *found->second;
@@ -235,6 +241,8 @@ std::optional<ParamState> get_state(const torch::optim::Optimizer& optimizer,
 
 void set_state(torch::optim::Optimizer& optimizer, const at::Tensor& param,
                const ParamState& state) {
+  if (auto* masters = dynamic_cast<optim::MasterWeights*>(&optimizer))
+    return masters->replace_state(param, state);
   const auto key = compat::state_key(param);
   if (const auto adapter = optim::declared_adapter(optimizer)) {
     optimizer.state()[key] = adapter->make(state);
@@ -262,6 +270,8 @@ void set_state(torch::optim::Optimizer& optimizer, const at::Tensor& param,
 }
 
 void clear_state(torch::optim::Optimizer& optimizer, const at::Tensor& param) {
+  if (auto* masters = dynamic_cast<optim::MasterWeights*>(&optimizer))
+    return masters->reset_state(param);
   optimizer.state().erase(compat::state_key(param));
   for (const auto& group : optimizer.param_groups()) {
     const auto* options = dynamic_cast<const torch::optim::AdagradOptions*>(&group.options());

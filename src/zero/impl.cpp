@@ -1,7 +1,6 @@
 #include "zero/impl.h"
 
 #include <algorithm>
-#include <typeinfo>
 
 #include <c10/util/Type.h>
 #include <fmt/format.h>
@@ -115,7 +114,7 @@ void ZeroRedundancyOptimizer::Impl::finish_construction(const torch::nn::Module*
       options.share_parameters ? ", share parameters" : "",
       plan.in_background ? ", gather in the background" : ""));
   const auto example = zero::example_of(factory_);
-  contract.push_back("optimizer " + c10::demangle(typeid(*example).name()));
+  contract.push_back("optimizer " + text_of_class(*example));
   for (auto& line : option_lines()) contract.push_back(std::move(line));
   const std::vector<sharding::NamedTensor> added(
       parameters.begin() + static_cast<int64_t>(shards.placed()), parameters.end());

@@ -11,6 +11,7 @@
 #include "device/expect_success.h"
 #include "harness/device/device.h"
 #include "tessera/optim/fused_optimizer.h"
+#include "tessera/optim/master_weights.h"
 
 namespace tessera::on_device {
 namespace {
@@ -45,7 +46,9 @@ std::vector<uint64_t> train(const Make& make, const Tensors& tensors) {
     reset_stats();
     optimizer->step();
     launches.push_back(stats().kernels);
-    expect(stats().host_waits == 0, "no wait of the host");
+    const auto waits = stats().wait_reasons;
+    expect(stats().host_waits == 0,
+           "no wait of the host" + (waits.empty() ? "" : " for " + *waits.begin()));
   }
   return launches;
 }
@@ -102,6 +105,50 @@ TEST(DeviceOptim, AdamWUpdatesAllParametersTogether) {
     using Options = torch::optim::AdamWOptions;
     expect_parity<FusedAdamW, torch::optim::AdamW, Options>("decay", Options(0.1).weight_decay(0.1),
                                                             11 * 2);
+  });
+}
+
+TEST(DeviceOptim, MasterWeightsAreConvertedAndUpdatedTogether) {
+  expect_success(1, [](Groups&) {
+    const auto factory = optimizer_factory<FusedAdamW>(torch::optim::AdamWOptions(0.1));
+    const Make masters = [&](Tensors t) {
+      return with_master_weights(factory)({torch::optim::OptimizerParamGroup(std::move(t))});
+    };
+    const Make plain = [&](Tensors t) {
+      return factory({torch::optim::OptimizerParamGroup(std::move(t))});
+    };
+    const auto few = parameters(3, at::kBFloat16), many = parameters(12, at::kBFloat16);
+    const auto launches = train(masters, many)[3],
+               without = train(plain, parameters(12, at::kFloat))[3];
+    expect(train(masters, few)[3] == launches, "as many launches for 12 parameters as for 3");
+    expect(launches <= without + 14,
+           "at most 14 launches more, not " + std::to_string(launches - without));
+
+    // The values of the CPU, which converts parameter by parameter.
+    const auto expected = parameters(12, at::kBFloat16);
+    Tensors on_host;
+    for (const auto& each : expected) on_host.push_back(each.detach().cpu().requires_grad_());
+    const auto there = masters(expected), here = masters(on_host);
+    for (int step = 0; step < 4; ++step) {
+      set_gradients(expected, step);
+      for (size_t i = 0; i < on_host.size(); ++i) {
+        if (step == 2) {  // what a program writes counts
+          const at::NoGradGuard no_grad;
+          expected[i].fill_(2);
+          on_host[i].fill_(2);
+        }
+        on_host[i].mutable_grad() = expected[i].grad().cpu();
+      }
+      there->step();
+      here->step();
+      for (size_t i = 0; i < on_host.size(); ++i)
+        expect(expected[i]
+                   .detach()
+                   .cpu()
+                   .to(at::kFloat)
+                   .allclose(on_host[i].detach().to(at::kFloat), 1e-2, 1e-3),
+               "step " + std::to_string(step) + ": parameter " + std::to_string(i));
+    }
   });
 }
 

@@ -7,7 +7,7 @@
 #include "device/parity.h"
 #include "tessera/distributed_data_parallel.h"
 #include "tessera/distributed_optimizer.h"
-#include "tessera/optim.h"
+#include "tessera/optim/master_weights.h"
 #include "tessera/step/clip_grad.h"
 #include "tessera/zero_redundancy_optimizer.h"
 
@@ -119,6 +119,34 @@ Outcome in_packs_that_are_not_followed(ProcessGroup group, at::Device where) {
   return {on_cpu(net->parameters()), waits};
 }
 
+/// Computes in bfloat16, from and to float32.
+struct ShortImpl : torch::nn::Module {
+  ShortImpl() : net(register_module("net", testing::Uneven())) { net->to(at::kBFloat16); }
+  at::Tensor forward(const at::Tensor& x) { return net(x.to(at::kBFloat16)).to(at::kFloat); }
+  testing::Uneven net;
+};
+TORCH_MODULE(Short);
+
+OptimizerFactory sgd_over_master_weights() {
+  return with_master_weights(optimizer_factory<torch::optim::SGD>(momentum()));
+}
+
+Outcome master_weights_in_zero(ProcessGroup group, at::Device where) {
+  auto net = model_on<Short>(where);
+  ZeroRedundancyOptimizer optimizer(*net, group, sgd_over_master_weights());
+  const double waits = train(net, optimizer, optimizer, group, where, {}, [] {});
+  return {on_cpu(net->parameters()), waits};
+}
+
+Outcome master_weights_in_ddp(ProcessGroup group, at::Device where) {
+  auto net = model_on<Short>(where);
+  DistributedDataParallel ddp(net, group);
+  const auto optimizer =
+      sgd_over_master_weights()({torch::optim::OptimizerParamGroup(net->parameters())});
+  const double waits = train(ddp, *optimizer, ddp, group, where, {}, [] {});
+  return {on_cpu(net->parameters()), waits};
+}
+
 /// The bounds of waits would hold if nothing were counted.
 TEST(DeviceStats, AnItemIsOneWaitOfTheHostAndAKernel) {
   expect_success(1, [](Groups&) {
@@ -222,6 +250,9 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"zero_shard_gradients_accumulation", zero(kShardGradients, kAccumulate)},
         Case{"zero_shard_gradients_twice", zero(kShardGradients, kTwice)},
         Case{"zero_shard_gradients_clip", zero(kShardGradients, kClip), false},
+        Case{"master_weights_ddp", master_weights_in_ddp, true, kLossAlone, kWorlds, kSixteenBits},
+        Case{"master_weights_zero", master_weights_in_zero, true, kLossAlone, kWorlds,
+             kSixteenBits},
         Case{"distributed_optimizer", distributed_optimizer(kDefaults)},
         Case{"distributed_optimizer_accumulation", distributed_optimizer(kDefaults, kAccumulate)},
         Case{"distributed_optimizer_clip", distributed_optimizer(kDefaults, kClip), false},

@@ -18,14 +18,15 @@ class Readme(unittest.TestCase):
     def test_snippets_of_the_pages_are_compiled_and_run(self):
         tests = "".join((SOURCE / "tests" / name).read_text() for name in
                         ("join/documented_loops_test.cpp", "fsdp/documented_fsdp_test.cpp", "models/documented_data_test.cpp",
-                         "zero/zero_share_parameters_test.cpp", "placements/wire_test.cpp"))
+                         "zero/zero_share_parameters_test.cpp", "placements/wire_test.cpp",
+                         "placements/master_weights_test.cpp"))
         compiled = "\n".join(textwrap.dedent(part) for part in re.findall(r"// \[documented\]\n(.*?) *// \[end\]\n", tests, re.S))
         found = 0
         for page in ("join.md", "distributed_optimizer.md", "fsdp.md", "memory.md", "data.md", "hosts.md"):
             for snippet in re.findall(r"```cpp\n(.*?)```", (SOURCE / "docs" / page).read_text(), re.S):
                 self.assertIn(snippet, compiled, page)
                 found += 1
-        self.assertEqual(found, 11)
+        self.assertEqual(found, 12)
 
     def test_the_cmake_code_is_the_consumers(self):
         (snippet,) = blocks("cmake")

@@ -16,6 +16,7 @@
 #include "tessera/distributed_optimizer.h"
 #include "tessera/fully_sharded_data_parallel.h"
 #include "tessera/join.h"
+#include "tessera/optim/master_weights.h"
 #include "tessera/zero_redundancy_optimizer.h"
 
 // The same training with each wrapper, so that placements of ranks on hosts can be compared.
@@ -27,6 +28,14 @@ struct Training {
   at::ScalarType dtype = at::kFloat;
   int steps = 4;
   bool joins = false;  ///< Rank r makes r steps less than `steps` + the last rank.
+  bool master_weights = false;
+
+  OptimizerFactory factory() const {
+    return master_weights ? with_master_weights(adamw_factory()) : adamw_factory();
+  }
+  std::unique_ptr<torch::optim::Optimizer> optimizer(std::vector<at::Tensor> parameters) const {
+    return factory()({torch::optim::OptimizerParamGroup(std::move(parameters))});
+  }
 };
 
 using Tensors = std::vector<at::Tensor>;
@@ -67,7 +76,7 @@ inline Tensors train_ddp(ProcessGroup group, int rank, const Training& training,
   DistributedDataParallel ddp(
       net, group,
       {.first_bucket_mb = 1e-5, .bucket_cap_mb = 2e-4, .overlap = overlap, .wire = training.wire});
-  auto optimizer = adamw(net->parameters());
+  auto optimizer = training.optimizer(net->parameters());
   for_each_batch(group, rank, training, {ddp}, [&](const at::Tensor& x) {
     optimizer->zero_grad();
     loss_of(ddp(x)).backward();
@@ -81,7 +90,7 @@ inline Tensors train_zero(ProcessGroup group, int rank, const Training& training
   auto net = fresh(training);
   options.bucket_cap_mb = 2e-4;
   options.wire = training.wire;
-  ZeroRedundancyOptimizer zero(*net, group, adamw_factory(), options);
+  ZeroRedundancyOptimizer zero(*net, group, training.factory(), options);
   for_each_batch(group, rank, training, {zero}, [&](const at::Tensor& x) {
     zero.zero_grad();
     loss_of(net(x)).backward();
@@ -93,7 +102,7 @@ inline Tensors train_zero(ProcessGroup group, int rank, const Training& training
 inline Tensors train_distributed(ProcessGroup group, int rank, const Training& training) {
   auto net = fresh(training);
   DistributedOptimizer optimizer(
-      *net, group, adamw_factory(),
+      *net, group, training.factory(),
       {.reduce_method = "mean", .param_pack = true, .param_pack_thd = 100, .wire = training.wire});
   for_each_batch(group, rank, training, {optimizer}, [&](const at::Tensor& x) {
     optimizer.zero_grad();
@@ -112,7 +121,7 @@ inline Tensors train_fsdp(ProcessGroup group, int rank, const Training& training
   options.shard_group_size = shard_group_size;
   options.wire = training.wire;
   FullyShardedDataParallel fsdp(net, group, options);
-  auto optimizer = adamw(fsdp.parameters());
+  auto optimizer = training.optimizer(fsdp.parameters());
   fsdp.set_shadow_step([&] {
     optimizer->zero_grad();
     fsdp.shadow_backward();

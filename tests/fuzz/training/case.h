@@ -26,8 +26,8 @@ struct Case {
   int world = 2;                ///< Ranks of the first segment.
   std::string dtype = "float";  ///< "float" or "double".
   std::vector<Item> layers;
-  Item optimizer;           ///< A name of default_optimizers() with its options.
-  Item wrapper;             ///< "ddp", "zero", "ddp_zero", "distributed_optimizer" or "fsdp".
+  Item optimizer;  ///< A name of default_optimizers() with its options, and master_weights.
+  Item wrapper;    ///< "ddp", "zero", "ddp_zero", "distributed_optimizer" or "fsdp".
   std::vector<Item> story;  ///< Events, in order.
 };
 

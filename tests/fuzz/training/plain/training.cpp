@@ -6,6 +6,7 @@
 #include <torch/nn.h>
 
 #include "fuzz/training/story.h"
+#include "tessera/optim/master_weights.h"
 
 namespace tessera::fuzz {
 
@@ -13,8 +14,9 @@ OptimizerFactory optimizer_of(const Case& which) {
   OptionMap options;
   for (const auto& [name, value] : which.optimizer.values)
     if (name == "amsgrad" || name == "nesterov" || name == "centered") options[name] = true;
-    else options[name] = std::stod(value);
-  return default_optimizers().factory(which.optimizer.kind, options);
+    else if (name != "master_weights") options[name] = std::stod(value);
+  auto factory = default_optimizers().factory(which.optimizer.kind, options);
+  return which.optimizer.flag("master_weights") ? with_master_weights(factory) : factory;
 }
 
 at::Tensor tree_sum(const std::vector<at::Tensor>& tensors) {
