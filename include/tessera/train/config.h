@@ -42,6 +42,8 @@ struct ModelConfig {
   std::optional<bool> deferred = {};
   /// "cpu", "cuda" (the device numbered as the rank on its host), "cuda:1", … (train/devices.h)
   std::string device = "cpu";
+  /// Parameters and floating-point buffers are converted to it; unset: as the model makes them.
+  std::optional<at::ScalarType> param_dtype = {};
 };
 
 struct DataConfig {

@@ -209,6 +209,7 @@ struct OptimizerPlan {
   std::string type;
   OptionMap options;
   ParamwiseOptions paramwise;
+  bool master_weights = false;  ///< with_master_weights(): set where a parameter has 16 bits
 
   OptimizerFactory factory() const;
   /// The module's parameters, grouped by equal options. `frozen_too`: includes parameters that do

@@ -78,6 +78,10 @@ void read_model_keys(OptionReader& keys, ModelConfig& model) {
             "cpu, cuda (the device numbered as the rank on its host) or cuda:N (this one)");
   if (const auto problem = device_problem(model.device); !problem.empty())
     keys.fail("device", problem);
+  keys.read_optional_enum<at::ScalarType>(
+      "param_dtype", model.param_dtype, {{"bfloat16", at::kBFloat16}, {"float32", at::kFloat}},
+      "dtype to which the model's parameters are converted; of bfloat16 the optimizer updates "
+      "float32 copies");
 }
 
 }  // namespace

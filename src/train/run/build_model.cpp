@@ -88,6 +88,32 @@ void add_loss(const Config& config, TrainedModel& model) {
                      " gives no prediction; expected a forward(inputs) or predict(batch)");
 }
 
+/// Converts parameters and buffers. Module::to(dtype) would convert counters, too.
+void convert(torch::nn::Module& module, at::ScalarType dtype) {
+  const torch::NoGradGuard no_grad;
+  const auto convert_one = [dtype](at::Tensor tensor) {
+    if (tensor.defined() && tensor.is_floating_point()) tensor.set_data(tensor.to(dtype));
+  };
+  for (const auto& [name, parameter] : named_parameters(module)) convert_one(parameter);
+  for (const auto& buffer : module.buffers()) convert_one(buffer);
+}
+
+/// The model gets inputs of `dtype`; a loss of the config and metrics get float32.
+void convert_inputs(TrainedModel& model, at::ScalarType dtype) {
+  const auto converted = [dtype](Batch batch) {
+    if (batch.inputs.is_floating_point()) batch.inputs = batch.inputs.to(dtype);
+    return batch;
+  };
+  if (model.loss)
+    model.loss = [loss = model.loss, converted](const Batch& batch) {
+      return loss(converted(batch));
+    };
+  if (model.predict)
+    model.predict = [predict = model.predict, converted](const Batch& batch) {
+      return predict(converted(batch)).to(at::kFloat);
+    };
+}
+
 }  // namespace
 
 TrainedModel build_model(const RunContext& context, const ModelSections& own,
@@ -102,9 +128,12 @@ TrainedModel build_model(const RunContext& context, const ModelSections& own,
   TrainedModel model = named(own.at("model"), [&] {
     std::optional<DeferredScope> scope;
     if (defers(own)) scope.emplace();
-    return own.model.plan.make({layers, own.model.seed});
+    TrainedModel made = own.model.plan.make({layers, own.model.seed});
+    if (made.module && own.model.param_dtype) convert(*made.module, *own.model.param_dtype);
+    return made;
   });
   if (!model.module) throw UsageError(own.at("model.type") + own.model.type + " made no module");
+  if (own.model.param_dtype) convert_inputs(model, *own.model.param_dtype);
   if (own.name.empty()) add_loss(context.config, model);  // otherwise a train step has the losses
   model.module->to(context.device);
   freeze_parameters(own, *model.module);

@@ -77,9 +77,13 @@ void RunModels::wrap(const Checkpoint* resumed) {
   const bool several = !config.models.empty();
   for (auto& model : models_) {
     const ModelSections& own = model.own;
+    OptimizerPlan optimizer = own.optimizer;
+    for (const auto& [name, parameter] : named_parameters(*model.model.module))
+      if (parameter.is_floating_point() && c10::elementSize(parameter.scalar_type()) == 2)
+        optimizer.master_weights = true;
     model.wrapper = placed(several ? own.at("parallel.type") : "", [&] {
-      return own.parallel.plan.make({model.model, several ? nullptr : config.preprocessor,
-                                     context_.own_group(), own.optimizer});
+      return own.parallel.plan.make(
+          {model.model, several ? nullptr : config.preprocessor, context_.own_group(), optimizer});
     });
     model.step = std::make_unique<TrainingStep>(
         *model.wrapper, step_options(own.train, config.train), own.scheduler);

@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 
 #include "tessera/error.h"
+#include "tessera/optim/master_weights.h"
 #include "tessera/step/nonfinite.h"
 #include "tessera/train/optim_wrapper.h"
 #include "tessera/train/registries.h"
@@ -163,7 +164,8 @@ void ModelWrapper::load_extra_state(const std::vector<std::pair<std::string, at:
 }
 
 OptimizerFactory OptimizerPlan::factory() const {
-  return registry::optimizers().factory(type, options);
+  auto factory = registry::optimizers().factory(type, options);
+  return master_weights ? with_master_weights(std::move(factory)) : factory;
 }
 
 std::vector<ParameterGroup> OptimizerPlan::groups(const torch::nn::Module& module,
