@@ -6,7 +6,6 @@
 #include <unordered_set>
 #include <utility>
 
-#include <c10/util/Type.h>
 #include <fmt/format.h>
 
 #include "comm/base/local_work.h"
