@@ -14,12 +14,12 @@ struct World;
 
 /// How the ranks of a group move tensors of an accelerator: through a c10d backend. It is needed
 /// for broadcasts, sums, all_to_all and gathers of flat tensors, and it never gets a CPU tensor.
-/// Its reduce() leaves the tensors of the other ranks as they are.
+/// Its reduce() does not change the tensors of the other ranks.
 struct DeviceBackend {
   at::DeviceType type;
   std::string name;  ///< For backend_name() and messages.
-  /// Makes this rank's end for the members of `world`, whose store has keys for it alone.
-  /// Collective.
+  /// Connects this rank with the other members of `world`. No other user of its store has these
+  /// keys. Collective.
   std::function<c10::intrusive_ptr<compat::C10dBackend>(const World& world)> connect;
   /// Ends the collectives that the device waits in, from any thread. Their data is undefined then.
   /// Not null; does not throw.

@@ -16,7 +16,7 @@ inline std::byte* data_of(const at::Tensor& tensor) {
   return static_cast<std::byte*>(tensor.data_ptr());
 }
 
-/// `numel` elements in `size` parts, of which the first ones may have one element more.
+/// `numel` elements in `size` parts. The first ones may have one element more.
 inline Counts even_counts(int64_t numel, int size) {
   Counts counts(size, numel / size);
   for (int r = 0; r < numel % size; ++r) ++counts[r];

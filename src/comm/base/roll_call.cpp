@@ -90,7 +90,7 @@ class RollCall {
     }
   }
 
-  /// The ranks without a key. If all have one, those that this rank was waiting for.
+  /// The ranks without a key. If all have one, the ranks that this rank was waiting for.
   std::vector<int> absent(const std::vector<int>& awaited) {
     std::vector<int> ranks;
     for (int rank = 0; rank < size_; ++rank)

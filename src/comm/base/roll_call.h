@@ -21,7 +21,7 @@ class RanksMissing : public std::runtime_error {
  public:
   explicit RanksMissing(std::vector<int> absent)
       : std::runtime_error("ranks are missing"), ranks(std::move(absent)) {}
-  std::vector<int> ranks;  ///< Those that have written nothing. Not empty.
+  std::vector<int> ranks;  ///< The ranks that have written nothing. Not empty.
 };
 
 /// Tells every rank what each rank has written under `name` in the store. All ranks call it; blocks

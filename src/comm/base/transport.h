@@ -96,26 +96,27 @@ class Transport {
   virtual void set_feedback(WireFeedback*) {}
 
   /// The bytes that this rank has sent in messages between ranks, since the transport was made.
-  /// Memory that ranks share is not counted, and what a device's backend moves neither.
+  /// Memory that ranks share and traffic of a device's backend are not counted.
   struct Sent {
     uint64_t messages = 0, bytes = 0;
   };
   virtual Sent sent() const { return {}; }
 
-  /// The accelerator whose tensors it moves beside CPU tensors; CPU if there is none. Collectives
-  /// on its tensors are issued from the caller's thread, are ordered on its current stream, and are
-  /// never queued, unless waits_for_device().
+  /// The accelerator whose tensors this transport moves beside CPU tensors; CPU if there is none.
+  /// Collectives on its tensors are issued from the caller's thread, are ordered on its current
+  /// stream, and are never queued, unless waits_for_device().
   virtual at::DeviceType device_type() const { return at::kCPU; }
   /// True if a collective on the accelerator's tensors waits on the host for what is issued on the
-  /// current stream, and uses the connections of CPU tensors: it needs a turn, as theirs.
+  /// current stream, and uses the connections of CPU tensors: such a collective needs a turn, as
+  /// those do.
   virtual bool waits_for_device() const { return false; }
-  /// Makes collectives that wait on the accelerator end, where its backend can do that.
+  /// Ends the collectives that wait on the accelerator, where its backend can.
   virtual void abort_device() noexcept {}
   /// See DeviceBackend::identity.
   virtual std::string device_identity(at::Device) const { return ""; }
   virtual void set_timeout(std::chrono::milliseconds timeout) = 0;
   /// For ranks whose processes are known to be stopped, or show the others nothing through the
-  /// store. Ignored where neither is known, and unless shorter than the time-out.
+  /// store. Used only where one of the two is known, and if shorter than the time-out.
   virtual void set_stopped_timeout(std::chrono::milliseconds) {}
   /// Makes a blocked call and every later call throw BrokenWorldError soon. From any thread.
   virtual void abort() noexcept = 0;
@@ -125,7 +126,7 @@ class Transport {
 std::vector<std::string> gather_texts(Transport& transport, int rank, const std::string& mine,
                                       const Counts& sizes);
 
-/// A transport over another one, which does all that is not overridden. Collectives are.
+/// A transport over another one. Collectives are overridden; all else goes to the other one.
 class TransportOver : public Transport {
  public:
   explicit TransportOver(std::unique_ptr<Transport> inner) : inner_(std::move(inner)) {}

@@ -20,7 +20,7 @@ auto add_in_tree(size_t count, const Leaf& leaf, const Add& add, size_t first = 
   return add(std::move(sum), add_in_tree(count - left, leaf, add, first + left));
 }
 
-/// Whether sums of `dtype` are taken in float and rounded when they are complete. Such a sum may be
+/// True if sums of `dtype` are taken in float and rounded when they are complete. Such a sum may be
 /// out of range where the mean is not, so a factor must come before the rounding.
 inline bool is_narrow(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
 

@@ -25,20 +25,20 @@ at::Tensor decode(WireFormat format, const at::Tensor& bytes, int64_t numel);
 
 /// The rounding errors of the encoded values of one bucket, for the values of its next collective:
 /// error feedback. A collective visits the values in an order that does not change. A step has one
-/// collective, or several, each of which adds what the one before lacked. Any thread may call the
+/// collective or several; each one adds the errors of the one before. Any thread may call the
 /// members while a collective runs on the group's thread.
 class WireFeedback {
  public:
   /// Before a collective. One that is repeated before commit() starts from the same errors.
   void begin();
-  /// encode() of `values` and of what they lacked in the last collective.
+  /// encode() of `values` plus their errors of the last collective.
   at::Tensor encode(WireFormat format, const at::Tensor& values);
-  /// The collective is complete: its errors are those that the next one adds.
+  /// The collective is complete: the next one adds its errors.
   void commit();
   /// The sums since the last accepted step were used.
   void accept();
-  /// They were dropped: the next collective adds what the first one after the last accepted step
-  /// has added. Nothing if no step was accepted: then no errors are kept for this.
+  /// They were dropped: the next collective adds the same errors as the first one after the last
+  /// accepted step, or none if no step was accepted.
   void discard();
   /// The next values are `factor` times as large.
   void rescale(double factor);
@@ -54,8 +54,8 @@ class WireFeedback {
   Errors accepted_;               // by the last one of the last accepted step
 };
 
-/// While it lives, collectives that this thread starts in a group of ProcessGroup::with_wire() use
-/// `feedback`, which lives at least until they are complete.
+/// While the object lives, collectives that this thread starts in a group of
+/// ProcessGroup::with_wire() use `feedback`, which must live until they are complete.
 class WireFeedbackScope {
  public:
   explicit WireFeedbackScope(WireFeedback& feedback);

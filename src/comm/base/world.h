@@ -31,22 +31,22 @@ struct World {
   /// What all groups of a process have from the one that they began with.
   struct StartGroup {
     int size = 1;
-    /// The program's own messages, if the group was made of them and sends data so. Null: not.
+    /// The program's own messages, if the group was made of them and they carry its data; or null.
     std::shared_ptr<detail::Communicator> communicator = nullptr;
     /// Its store, for keys that all groups share. Null: `World::store` is that.
     c10::intrusive_ptr<c10d::Store> store = {};
     bool rank_0_serves = false;  ///< Its rank 0 serves the store, which ends with it.
   };
   StartGroup start_group;
-  /// Shared by the groups of this process. Null: none is told of another's failure.
+  /// Shared by the groups of this process. Null: groups do not learn of failures of others.
   std::shared_ptr<ProcessFailures> failures;
   /// Memory that the members of a host share. Null: make_transport() makes it. Groups of the same
-  /// members have it in common, so that each reads what another has allocated.
+  /// members share it, so that each reads memory that another has allocated.
   std::shared_ptr<ShmArena> arena;
   ProcessGroupOptions options;
   /// Moves tensors of an accelerator, beside a transport for CPU tensors. Null: CPU tensors only.
   std::shared_ptr<const DeviceBackend> device;
-  /// Why tensors of an accelerator are staged although the caller has not asked for it; "": it has.
+  /// The reason for staging an accelerator's tensors unasked; "": the caller asked for it.
   std::string staged_because;
   /// How values travel between hosts; see ProcessGroup::with_wire().
   WireFormat wire = WireFormat::float32;

@@ -7,7 +7,7 @@
 
 namespace tessera::comm {
 
-/// Whether this build has NCCL.
+/// True if this build has NCCL.
 extern const bool kHasNccl;
 
 /// NCCL on the ranks' current CUDA devices. Throws UsageError where this build has no NCCL or this

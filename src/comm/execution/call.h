@@ -18,7 +18,7 @@ struct Call {
 
   OpHeader header;
   Body body;
-  std::vector<at::Tensor> tensors = {};  ///< All that `body` uses; they are on one device.
+  std::vector<at::Tensor> tensors = {};  ///< All tensors that `body` uses; they are on one device.
   std::string tag = {};                  ///< Its purpose, for messages.
   WireFeedback* feedback = nullptr;      ///< See Transport::set_feedback().
 };

@@ -21,12 +21,12 @@
 namespace tessera::comm {
 namespace {
 
-/// A backend has so long to end a collective. With the time-out and a beat it is at most the
-/// time-out and two seconds.
+/// The time that a backend has to end a collective. With the time-out and a beat it is at most two
+/// seconds longer than the time-out.
 constexpr std::chrono::milliseconds kUntilFreed{1500}, kPoll{10};
 
-/// Calls `first` and then waits until the device has reached `mark`, for at most kUntilFreed.
-/// False: it has not, or a call of the device's library blocks, so another thread makes them.
+/// Calls `first` and then waits for the device to reach `mark`, for at most kUntilFreed. False: it
+/// has not reached it. Another thread makes the calls, because the device's library may block.
 bool is_reached(const CommStream::Mark& mark, std::function<void()> first) {
   auto reached = std::make_shared<std::promise<void>>();
   auto future = reached->get_future();
@@ -52,14 +52,14 @@ class DeviceExecutor : public Executor {
   void move(const Call& call, const Headers& headers);
   Work compare_later(const Call& call);
   /// Blocks until all ranks have issued a collective on the device, without check_collectives too.
-  /// The first one needs it: a backend connects the ranks there and may wait for ever for a rank
-  /// that has ended.
+  /// The first collective needs it: the backend connects the ranks and may wait for ever for an
+  /// ended one.
   Headers compare_now(const Call& call);
   /// Before the first collective on the device, on which all ranks have agreed.
   void meet(Transport& control, const at::Device& device);
   /// Throws UsageError on all ranks if two of a host have the same device.
   void check_devices(Transport& control, const at::Device& device) const;
-  /// Throws UsageError on all ranks if they take sums in different ways, which would hang.
+  /// Throws UsageError on all ranks if their ways to sum differ: they would hang.
   void check_order_of_sums(Transport& control) const;
   /// These ranks do not run any more, so the device may wait for them, and the host for the device.
   /// Ends the group and the device's collectives, or else the process. None: the store is silent.
@@ -98,7 +98,7 @@ Work DeviceExecutor::issue_on_stream(const Call& call, const CommStream& stream)
   try {
     move(call, {});
   } catch (const BrokenWorldError&) {
-    compared.wait();  // its error has the rank
+    compared.wait();  // its error names the rank
     throw;
   }
   const auto end = std::make_shared<CommStream::Mark>(stream.mark());
@@ -121,7 +121,7 @@ Work DeviceExecutor::compare_later(const Call& call) {
     try {
       host->execute(comparison);
     } catch (const std::exception& error) {
-      // The data is on its way, and a rank that does something else does not answer it.
+      // The data has been sent, and a rank that does something else does not receive it.
       if (!host->failure().ended()) host->failure().end(message_of(error), true);
       host->transport().abort_device();
       throw;
@@ -200,7 +200,7 @@ void DeviceExecutor::lose(const std::vector<int>& lost) {
         lost);
   }
   if (is_reached(last(), [&transport] { transport.abort_device(); })) return;
-  // A thread of this process may wait for the device, and only the end of the process ends that.
+  // A thread of this process may wait for the device until the process ends.
   fmt::print(stderr, "{}; the device does not end its collectives, so this process ends\n",
              failure.text());
   std::fflush(nullptr);

@@ -25,7 +25,7 @@ class HostExecutor;  // for collectives on CPU tensors alone
 
 /// For a group of ProcessGroup::with_wire(). The headers are compared in the group `control`, in
 /// the order in which this rank calls the collectives of both groups, and the data follow in
-/// `data`. Arguments live longer, here and below.
+/// `data`. The arguments must live longer, here and below.
 std::unique_ptr<Executor> make_compared_executor(HostExecutor& control, HostExecutor& data);
 /// For tensors of an accelerator with a backend. The bodies of calls run on the calling thread. The
 /// headers are compared in `host`, over the transport for CPU tensors, and the host waits for no
@@ -33,8 +33,8 @@ std::unique_ptr<Executor> make_compared_executor(HostExecutor& control, HostExec
 /// stream, behind what the current one has issued; the Work waits for the comparison, and makes the
 /// current stream wait for the data.
 std::unique_ptr<Executor> make_device_executor(HostExecutor& host);
-/// Where the transport carries an accelerator's tensors through the host's memory and waits for the
-/// device there: in a turn of `host`, as CPU tensors.
+/// For a transport that carries an accelerator's tensors through the host's memory and waits for
+/// the device. A collective takes a turn of `host`, as one on CPU tensors does.
 std::unique_ptr<Executor> make_staged_executor(HostExecutor& host);
 
 }  // namespace tessera::comm

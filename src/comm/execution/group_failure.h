@@ -18,19 +18,19 @@ class GroupEnded : public UsageError {
   using UsageError::UsageError;
 };
 
-/// Whether and why one group has ended on this rank. Thread-safe.
+/// The end of one group on this rank, and its reason. Thread-safe.
 class GroupFailure {
  public:
   /// `world` lives longer.
   explicit GroupFailure(const World& world) : world_(world) {}
 
-  /// This rank leaves the group: a failure from now on is its own doing, and is not reported.
+  /// This rank leaves the group. Later failures follow from that and are not reported.
   void leave() { leaving_ = true; }
   bool leaving() const { return leaving_; }
   /// Ends the group. `shared`: all ranks know the text, so nothing replaces it, and no further
   /// exchange will be answered.
   void end(std::string text, bool shared);
-  /// Ends it because these ranks do not run any more, and reports that.
+  /// Ends the group because these ranks do not run any more, and reports that.
   void lose(const std::string& text, const std::vector<int>& lost);
   bool ended() const { return ended_; }
   /// The group has ended, or one of its collectives has failed.
@@ -39,8 +39,8 @@ class GroupFailure {
   std::string text() const;
   void throw_if_ended() const;
 
-  /// Within a handler of an exception that `call` has thrown: adds the call to its text, reports
-  /// it to the launcher and to other groups of this process, and throws it.
+  /// For a handler of an exception that `call` has thrown. Adds the call to its text, reports it to
+  /// the launcher and to other groups of this process, and throws it.
   [[noreturn]] void rethrow(const Call& call);
   /// The messages of the ranks that have failed, gathered on all ranks; "" if none has. `mine` is
   /// this rank's message, "" if it has not failed.

@@ -32,7 +32,7 @@ class StreamWork : public Work::State {
   std::shared_ptr<CommStream::Mark> end_;
 };
 
-/// The stream of a group's collectives on its device, which is made when it is first needed.
+/// The stream of a group's collectives on its device. The first use makes it.
 class GroupStream {
  public:
   /// Throws UsageError if a tensor is on another device than earlier ones.

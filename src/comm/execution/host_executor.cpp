@@ -71,7 +71,7 @@ void HostExecutor::execute(Call call) {
 /// `other`: a rank whose header is not that of rank 0.
 std::string HostExecutor::disagreement(const Headers& headers, int other,
                                        const std::string& tag) const {
-  // All ranks know that they disagree, and exchange their tags.
+  // All ranks know that they disagree; now they exchange their tags.
   constexpr size_t kLength = 96;
   auto padded = tag.substr(0, kLength - 1);
   padded.resize(kLength);
@@ -120,9 +120,8 @@ Work HostExecutor::announce(const std::string& message) {
   header.op = Op::fail;
   header.numel = static_cast<int64_t>(message.size());
   header.free_numel = 1;
-  // Queued behind earlier operations, because the other ranks count on these too. Another rank may
-  // have failed meanwhile: an earlier operation has then received its message, and no rank would
-  // answer this one.
+  // Queued behind earlier operations, because the other ranks make these too. If another rank has
+  // failed meanwhile, an earlier operation has received its message, and no rank would answer here.
   return queue_.submit([this, header, message]() mutable {
     if (failure_.shared()) return;
     try {
@@ -141,9 +140,9 @@ Work HostExecutor::end_behind(const std::string& message) {
 namespace {
 
 /// Waits until all of these works are done, at most `limit`. Each of the other ranks waits in one
-/// of the groups, not necessarily all in the same one, and in the remaining groups no rank answers:
-/// so it also ends half a second after the first of `announced` is done, or, if `informed`, after
-/// the call.
+/// of the groups, and different ranks may wait in different groups. No rank answers in the
+/// remaining groups. The wait therefore also ends half a second after the first of `announced` is
+/// done, or, if `informed`, after the call.
 void wait_for_some(const std::vector<Work>& announced, const std::vector<Work>& owed, bool informed,
                    std::chrono::milliseconds limit) {
   constexpr std::chrono::milliseconds kOtherGroups{500}, kPollWorks{2};
@@ -172,7 +171,7 @@ void fail(HostExecutor& group, const std::vector<HostExecutor*>& below,
   auto& failure = group.failure();
   if (!failure.shared()) detail::report_agreed(world.in_world({world.rank}), text);
   std::vector<Work> announced;
-  // Collectives that all ranks have begun, in groups that are compared elsewhere.
+  // Collectives that all ranks have begun, in groups whose headers another group compares.
   std::vector<Work> owed;
   // A sub-group has ended: a rank that failed there may not answer here any more.
   bool informed = false;

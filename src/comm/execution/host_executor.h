@@ -13,11 +13,10 @@
 namespace tessera::comm {
 
 /// Runs collectives on CPU tensors, one at a time in the order of issue(): on the calling thread if
-/// nothing else is under way, else on the queue's. Each one begins with a comparison of the ranks'
-/// headers.
+/// no other one runs, else on the queue's. Each one begins with a comparison of the ranks' headers.
 class HostExecutor : public Executor {
  public:
-  /// `world` and `transport` (null in a group of one rank) live longer. `clock`: see Queue.
+  /// `world` and `transport` (null in a group of one rank) must live longer. `clock`: see Queue.
   /// `compares`: false if another group compares the headers.
   HostExecutor(const World& world, Transport* transport, std::shared_ptr<WaitClock> clock,
                bool compares);
@@ -31,7 +30,7 @@ class HostExecutor : public Executor {
   void rejoin() { diverged_ = false; }
   /// Ends the group with this rank's failure, and starts informing the other ranks.
   Work announce(const std::string& message);
-  /// Ends the group when this rank has done its part of what all have begun.
+  /// Ends the group when this rank has done its part of the collectives that all have begun.
   Work end_behind(const std::string& message);
 
   bool compares() const { return compares_; }

@@ -52,7 +52,7 @@ class Work::State {
   virtual bool done();
   /// Waits for at most `most`. Returns done(), and throws nothing.
   bool done_within(std::chrono::milliseconds most);
-  /// Whether it is done and has an error. A caller does not get the error by that.
+  /// True if the operation is done and has an error. No caller gets the error by this call.
   bool failed();
   void finish(std::exception_ptr error);
   /// The error, if neither wait() nor this function has given it to a caller yet.
@@ -79,7 +79,7 @@ class Queue {
   explicit Queue(std::shared_ptr<WaitClock> clock) : clock_(std::move(clock)) {}
   ~Queue();
 
-  /// While it is held, no other operation of the queue runs.
+  /// While the turn is held, no other operation of the queue runs.
   class Turn {
    public:
     Turn() = default;
@@ -102,11 +102,11 @@ class Queue {
   /// As submit(), for an operation whose state is looked at without taking its error.
   std::shared_ptr<Work::State> add(Operation operation);
   /// Throws the error of a submitted operation if nobody has waited for its Work yet. Each
-  /// collective begins with it, because this rank would otherwise go on, out of step with the ranks
-  /// that know of the error.
+  /// collective begins with this call. Otherwise this rank would continue, out of step with the
+  /// ranks that know of the error.
   void throw_unseen_error();
   /// Drops the operations that have not begun (their Work throws) and waits for the running one.
-  /// The caller must make that one end soon.
+  /// The caller must end the running one soon.
   void stop() noexcept;
 
  private:

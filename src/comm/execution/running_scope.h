@@ -11,8 +11,8 @@ namespace tessera::comm {
 /// See detail::running_collectives().
 int list_running(detail::RunningCollective* out, int most) noexcept;
 
-/// While it lives, running_collectives() lists this collective. If more run at once than the list
-/// has places, the last ones are not listed. `world` and `transport` must live longer.
+/// While the object lives, running_collectives() lists this collective. If more run at once than
+/// the list has places, the last ones are not listed. `world` and `transport` must live longer.
 class RunningScope {
  public:
   RunningScope(const World& world, const Transport& transport, const OpHeader& header,

@@ -17,8 +17,8 @@ using Clock = std::chrono::steady_clock;
 using Cause = FailureLedger::Cause;
 
 /// True if another rank has waited for this one until the time-out, and the store did not answer it
-/// afterwards. `serves`: this rank serves the store, and the notes of the ranks that waited may be
-/// still to be read. `overdue`: it did not run for a while, and may be missed through other ranks.
+/// afterwards. `serves`: this rank serves the store, and may not have read the notes of the ranks
+/// that waited. `overdue`: this rank did not run for a while, and other ranks may have missed it.
 bool has_kept_the_store_from_answering(const Waits& waits, bool serves, bool overdue) {
   if (!serves) return waits.on_this_rank();
   // A rank that was stopped between two collectives is not overdue. The store reads what has
@@ -44,7 +44,7 @@ bool is_blamed(const Store& store, int rank, int size) {
 
 struct Trail {
   std::vector<int> ends;  ///< The ranks to blame, ascending.
-  bool closed = false;    ///< It ends for certain: in a circle of records, or at damaged data.
+  bool closed = false;    ///< It always ends: in a circle of records, or at damaged data.
   bool damage = false;
 };
 
@@ -74,8 +74,9 @@ Trail follow(const Store& store, int rank, const FailureRecord& mine) {
   return {{last->first}, true};
 }
 
-/// The rank that serves the store waits until all others but those it blames have written their
-/// records: the store ends with it. If it is to blame itself, the others have decided already.
+/// The rank that serves the store waits for the records of all others except the ranks that it
+/// blames, because the store ends with it. If it is to blame itself, the others have decided
+/// already.
 void wait_for_records(const Store& store, int rank, int size, const Trail& trail) {
   const auto& blamed = trail.ends;
   if (blamed == std::vector<int>{rank}) return;
@@ -88,7 +89,7 @@ void wait_for_records(const Store& store, int rank, int size, const Trail& trail
   }
 }
 
-/// Whether the store answers within the limit. If `waited`, notes first that this rank has waited
+/// True if the store answers within the limit. If `waited`, notes first that this rank has waited
 /// for the suspects.
 bool answers(const Store& store, int rank, const Waits& waits, const std::vector<int>& suspects,
              bool waited, std::chrono::milliseconds limit) {
@@ -98,7 +99,7 @@ bool answers(const Store& store, int rank, const Waits& waits, const std::vector
     try {
       store->check({failure_key(rank)});
     } catch (...) {
-      // It has ended, which is an answer too.
+      // The store has ended, which is an answer too.
     }
     if (waited && !*too_late) waits.note(suspects, -1);
     return true;
@@ -129,7 +130,8 @@ std::optional<Trail> resolve_in(const Store& store, int rank, int size, const Wa
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
     trail = follow(store, rank, mine);
   }
-  // A rank whose question the store did not answer has had the time to write its record since.
+  // If the store did not answer a rank's question, that rank has had the time to write its record
+  // since.
   if (grace.count() > 0 && serves && !trail.closed && waits.on_any()) trail.ends = {rank};
   write_failure(store, rank, {mine.order, late && !trail.damage, trail.ends, trail.damage});
   return trail;

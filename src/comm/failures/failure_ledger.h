@@ -24,23 +24,22 @@ class FailureLedger {
   explicit FailureLedger(const World& world,
                          std::chrono::milliseconds grace = std::chrono::milliseconds(300));
 
-  /// Why a peer is missing. A peer that leaves when the time-out has almost passed may have given
-  /// up itself: Gloo closes its connections before the peer can write its record.
+  /// The reason for a missing peer. A peer that leaves when the time-out has almost passed may have
+  /// given up itself: Gloo closes its connections before the peer can write its record.
   /// A rank that notices its time-out long after it has passed did not run meanwhile.
-  /// late_here: late, and on this host, whose ranks see each other directly. No records are
-  /// awaited.
+  /// late_here: late, on this host. Its ranks see each other directly, so no records are awaited.
   /// damage: data from a suspect arrived damaged; this rank is a suspect too.
   enum class Cause { gone, gone_near_the_time_out, late, overdue, late_here, damage };
 
-  /// Returns the ranks to blame for `suspects` being gone or late, found by following the suspects'
-  /// records, and writes the result as this rank's own record. Returns this rank itself if the
-  /// others gave up on it first. If the store has ended or does not answer, the rank that serves
-  /// it is to blame: it waits for the others' records before it leaves of its own accord. Blocks
-  /// for at most one second if the store does not answer, and for a tenth if it has not answered a
+  /// Follows the records of `suspects`, which have ended or are late, to the ranks to blame.
+  /// Returns these and writes them as this rank's own record. Returns this rank itself if the
+  /// others gave up on it first. If the store has ended or does not answer, the rank that serves it
+  /// is to blame: it waits for the others' records before it leaves of its own accord. Blocks for
+  /// at most one second if the store does not answer, and for a tenth if it has not answered a
   /// group of this process before; otherwise for little more than the grace. Never throws.
   std::vector<int> resolve(const std::vector<int>& suspects, Cause cause) noexcept;
 
-  /// True if the ranks to blame are those between which data were damaged on the way.
+  /// True if the ranks are to blame for data that were damaged between them.
   bool found_damage() const { return found_damage_; }
 
   /// The member that serves the store; -1: none of them.

@@ -61,7 +61,7 @@ void ProcessFailures::tell_others(const World& broken, const std::vector<int>& b
     const auto told = call_with_timeout(limit_of_answer(this), [notes = std::move(notes)] {
       for (const Note& note : notes) {
         const auto& [store, rank, _] = note.group;
-        // Its own failure, if it has one, says more.
+        // The group's own failure, if it has one, says more.
         if (!read_failure(store, rank))
           write_failure(store, rank, {next_failure(store), false, note.blamed});
       }

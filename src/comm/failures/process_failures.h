@@ -11,9 +11,9 @@
 
 namespace tessera::comm {
 
-/// The failures of one process, which its groups share. While one of them fails, other ranks may
-/// wait for this rank in another one, where they only see it leave. This class writes the failure
-/// to those groups' records too. From any thread.
+/// The failures of one process, which its groups share. While one group fails, other ranks may wait
+/// for this rank in another group, where they only see that it leaves. This class writes the
+/// failure to those groups' records too. From any thread.
 class ProcessFailures {
  public:
   ProcessFailures() = default;
@@ -29,8 +29,8 @@ class ProcessFailures {
   /// `broken` has failed, and blames these ranks of the start-up group. Writes a record for each
   /// other group that has them as members. Blocks for at most one second.
   void tell_others(const World& broken, const std::vector<int>& blamed) noexcept;
-  /// A collective of `group` has succeeded, so this process went on after another group's failure.
-  /// Removes the record for `group`.
+  /// A collective of `group` has succeeded, so this process continued after another group's
+  /// failure. Removes the record for `group`.
   void withdraw(const World& group) noexcept;
 
   /// Set when the store has not answered in time.
@@ -51,8 +51,8 @@ class ProcessFailures {
   std::atomic<bool> any_told_ = false;
 };
 
-/// How long a rank waits for an answer of the store. If the store has not answered this process
-/// before, a tenth of the usual time. `failures` null: it has answered.
+/// The time that a rank waits for an answer of the store: a tenth of the usual time if the store
+/// has not answered this process before. `failures` null: it has answered.
 std::chrono::milliseconds limit_of_answer(const ProcessFailures* failures);
 
 }  // namespace tessera::comm

@@ -7,10 +7,10 @@
 
 namespace tessera::comm {
 
-/// How many ranks have waited for a rank until the time-out, and the store has not answered them
-/// since. If that rank serves the store and is stopped, it finds this when it continues. The ranks
-/// may have waited in other groups than the one in which this rank fails, so these notes are keyed
-/// by the ranks of the start-up group, in its store.
+/// The number of ranks that have waited for a rank until the time-out, and that the store has not
+/// answered since. If that rank serves the store and is stopped, it finds this when it continues.
+/// The ranks may have waited in other groups than the one in which this rank fails, so these notes
+/// are keyed by the ranks of the start-up group, in its store.
 class Waits {
  public:
   explicit Waits(const World& world);

@@ -53,7 +53,7 @@ std::string with_scale(double scale, const std::string& tag) {
   return scale == 1 ? tag : fmt::format("scale {}{}{}", scale, tag.empty() ? "" : ", ", tag);
 }
 
-/// Error feedback is that of the scope of this thread.
+/// The scope of this thread has the error feedback.
 Call call_of(const ProcessGroup::Impl& impl, OpHeader header, const at::Tensor& tensor,
              Call::Body body, std::string tag) {
   auto* const feedback =

@@ -114,7 +114,7 @@ class CheckedTransport : public TransportOver {
     return result;
   }
 
-  /// Throws on every rank if `wrong` on any, with the text `how` of the lowest such rank.
+  /// Throws on every rank if `wrong` is true on any, with the text `how` of the lowest such rank.
   void throw_if_wrong(bool wrong, const std::string& how) {
     constexpr size_t kWords = 12;
     Digests mine(kWords, 0);

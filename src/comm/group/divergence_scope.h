@@ -2,10 +2,10 @@
 
 namespace tessera::comm {
 
-/// While it lives, the ranks may call different collectives on tensors of the CPU in this thread.
-/// If such calls meet, each of them throws Diverged on all ranks, and so do the calls of this kind
-/// that are queued behind them, until ProcessGroup::Impl::rejoin(). Calls outside of a scope are
-/// compared as before.
+/// While the scope lives, the ranks may call different collectives on CPU tensors in this thread.
+/// Calls that differ throw Diverged on all ranks. Calls of this kind that are queued behind them
+/// throw it too, until ProcessGroup::Impl::rejoin(). Calls outside of a scope are compared as
+/// before.
 class DivergenceScope {
  public:
   /// `allowed`: false: the scope has no effect.

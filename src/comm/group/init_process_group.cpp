@@ -49,7 +49,7 @@ ProcessGroup as_default(ProcessGroup group) {
   return group;
 }
 
-/// Threads that compute for ranks of one host in turn cost many times the computation.
+/// If ranks of one host compute in turn on the same cores, a step takes many times longer.
 void warn_of_threads(const comm::World& world) {
   const auto& hosts = world.hosts;
   const auto ranks = std::count(hosts.begin(), hosts.end(), hosts[world.rank]);
@@ -128,9 +128,9 @@ ProcessGroup init_process_group(ProcessGroupOptions options) {
   auto environment =
       comm::read_launch_environment([](const char* name) { return std::getenv(name); });
   if (environment.size == 1) return as_default(ProcessGroup());
-  // Each call makes another world with its own keys. Every rank makes the same number of calls. The
-  // number keeps a rank from entering the store of the world before, which rank 0 may not have
-  // left.
+  // Each call makes another world with its own keys. Every rank makes the same number of calls.
+  // Because of the number no rank enters the store of the world before, which rank 0 may still
+  // serve.
   static int calls = 0;
   environment.world = calls;
   auto rendezvous = meet(environment, options.timeout);

@@ -19,7 +19,7 @@ class ProcessGroup::Impl {
  public:
   Impl();  // a group of one rank
   /// `traffic`: that of the group whose counters this one shares; null: of its own. `control`: the
-  /// group in which this one's collectives are compared; null: this one.
+  /// group that compares this one's collectives; null: this one.
   Impl(comm::World world, std::unique_ptr<comm::Transport> transport,
        std::shared_ptr<comm::Traffic> traffic = nullptr, std::shared_ptr<Impl> control = nullptr);
   ~Impl();
@@ -46,7 +46,7 @@ class ProcessGroup::Impl {
   /// The sub-groups, those of the sub-groups, and so on, as far as they are alive.
   std::vector<std::shared_ptr<Impl>> descendants();
   /// Another group of the same ranks with this one's counters. `prefix`: of its keys in the store.
-  /// `control`: this group, if the other one's collectives are compared here.
+  /// `control`: this group, if it compares the other one's collectives.
   std::shared_ptr<Impl> duplicate(comm::World world, const char* prefix,
                                   std::shared_ptr<Impl> control = nullptr);
 

@@ -4,7 +4,7 @@
 
 namespace tessera::comm {
 
-/// While it lives, all collectives that this thread starts have `tag` in front of their own tag.
+/// While the scope lives, all collectives that this thread starts have `tag` before their own tag.
 /// Ranks whose tags differ disagree about the collective, which is an error on all of them.
 class TagScope {
  public:

@@ -10,12 +10,12 @@
 
 namespace tessera::comm {
 
-/// One all-gather: brings each rank's segment to all ranks, once to each other host, to one of its
-/// ranks, from which the others copy it. They copy one stripe while the next one is under way. The
-/// messages are posted by the constructor.
+/// One all-gather: brings each rank's segment to all ranks. Each other host receives it once, on
+/// one of its ranks, and the others copy it from there. They copy one stripe while the next one
+/// arrives. The messages are posted by the constructor.
 class Distribution : public ShmTransport::WindowUse {
  public:
-  /// The arguments outlive this object.
+  /// The arguments must outlive this object.
   Distribution(Messenger& messenger, const HostMap& map, int rank, const Segments& segments,
                Encoding encoding);
 

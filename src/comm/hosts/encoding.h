@@ -4,7 +4,7 @@
 
 namespace tessera::comm {
 
-/// How floating-point values travel between the hosts, with the error feedback of this collective
+/// The form of floating-point values between the hosts, and the error feedback of this collective
 /// (null: none).
 struct Encoding {
   WireFormat format = WireFormat::float32;

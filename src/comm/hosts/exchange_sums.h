@@ -12,14 +12,14 @@ namespace tessera::comm {
 /// The sums of an all-reduce between two hosts of L ranks each. Rank l of a host adds up part l of
 /// the host's tensors, window by window, sends the sum to rank l of the other host, and adds what
 /// arrives from there. These are the bytes of a reduce-scatter and an all-gather, but no message
-/// waits for the arrival of another one.
+/// waits for another one.
 class ExchangeSums : public ShmTransport::WindowUse {
  public:
-  /// Whether the hosts of `map` can do it: their sums must be the two halves of the sum over all
+  /// True if the hosts of `map` can do this: their sums must be the two halves of the sum over all
   /// ranks, and sums of 16-bit floats would travel as float.
   static bool fits(const HostMap& map, const HostSumTree& tree, at::ScalarType dtype);
 
-  /// The arguments outlive this object. `parts`: the L parts of the tensor.
+  /// The arguments must outlive this object. `parts`: the L parts of the tensor.
   ExchangeSums(Messenger& messenger, const HostMap& map, int rank, const Segments& parts,
                double scale);
 
@@ -27,7 +27,7 @@ class ExchangeSums : public ShmTransport::WindowUse {
   void visit(int64_t round, const ShmTransport::Window& window) override;
   /// This rank's part of the tensor then holds the sum over all ranks.
   void finish() override;
-  /// Whether finish() has written that part to the tensors of all ranks of this host: it does if
+  /// True if finish() has written that part to the tensors of all ranks of this host, as it does if
   /// their windows are direct.
   bool reached_all() const { return direct_; }
 

@@ -11,12 +11,12 @@
 
 namespace tessera::comm {
 
-/// Small gathers on several hosts: the first rank of each host exchanges what its host has with
-/// those of the other hosts, in ceil(log2 H) messages, and gives it to the ranks of its host. The
-/// other ranks send no message.
+/// Small gathers on several hosts: the first ranks of the hosts exchange the values of their hosts
+/// in ceil(log2 H) messages. Each one gives the result to the ranks of its host. The other ranks
+/// send no message.
 class GatherOverLeaders {
  public:
-  /// The arguments outlive this object. `local`: null if every host has one rank.
+  /// The arguments must outlive this object. `local`: null if every host has one rank.
   GatherOverLeaders(ShmTransport* local, Messenger& messenger, const HostMap& map, int rank)
       : local_(local), messenger_(messenger), map_(map), host_(map.host_of(rank)), rank_(rank) {}
 

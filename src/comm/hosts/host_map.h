@@ -5,7 +5,7 @@
 
 namespace tessera::comm {
 
-/// Which host each rank of a group is on.
+/// The host of each rank of a group.
 class HostMap {
  public:
   /// `host_of_rank`: one number for each rank; equal for ranks of one host.
@@ -30,12 +30,12 @@ class HostMap {
 /// ranks of one host.
 struct HostSumTree {
   struct Node {
-    std::vector<int> ranks;     ///< Of a leaf, ascending. Empty: the sum of two earlier nodes.
+    std::vector<int> ranks;     ///< A leaf's ranks, ascending; empty: a sum of two nodes.
     int left = -1, right = -1;  ///< Indices of the two nodes.
   };
 
   explicit HostSumTree(const HostMap& map);
-  /// With one leaf for each host, the sum of all its ranks, wherever these lie.
+  /// The tree with one leaf for each host: the sum of all its ranks, whatever their numbers.
   static HostSumTree by_host(const HostMap& map);
 
   std::vector<Node> nodes;               ///< The last one is the sum over all ranks.

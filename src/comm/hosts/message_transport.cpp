@@ -25,15 +25,16 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// The ranks of a host find a missing one of theirs a little after the other hosts do. The other
-// hosts wait for that finding, because the rank that they wait for may be waiting itself.
+// If a rank is missing, the other hosts notice a little before the ranks of its own host. They wait
+// for the report of these ranks, because the rank that they miss may itself wait for another.
 constexpr auto kLocalDelay = 500ms;
 constexpr auto kGrace = 1000ms, kGraceOfOne = 300ms;
 
 // Up to this many bytes, few messages are faster than few bytes.
 constexpr size_t kSmallBytes = 64 << 10;
-// A rank that is alone on its host sends parts of these sizes, so that sums overlap with messages
-// and memory for what arrives is bounded: to all others together, and if there is one other.
+// A rank that is alone on its host sends parts of these sizes, so that sums overlap with messages,
+// and the memory for arriving data is bounded. The first is for all others together, the second for
+// a single other one.
 constexpr int64_t kRoundBytes = 4 << 20, kExchangeBytes = 1 << 20;
 
 World world_of_host(const World& world, const HostMap& map) {
@@ -67,8 +68,8 @@ void all_to_all_here(ShmTransport& local, const std::vector<int>& members, const
   for (size_t i = 0; i < members.size(); ++i) to[members[i]].copy_(received[static_cast<int>(i)]);
 }
 
-/// Where every host has one rank: the root sends each of the others a segment, which these send to
-/// each other.
+/// Where every host has one rank: the root sends each other rank a segment, and these ranks
+/// exchange their segments.
 void broadcast_in_segments(Messenger& messenger, int rank, const Segments& segments, int root) {
   for (int peer = 0; peer < segments.size(); ++peer)
     if (rank == root && peer != root) messenger.send(segments[peer], peer);
@@ -215,8 +216,8 @@ class MessageTransport : public Transport {
   }
 
  private:
-  /// Runs one collective. A failure on this host becomes one of the group, and ends this rank's
-  /// part in both levels.
+  /// Runs one collective. A failure on this host becomes a failure of the group, and ends this
+  /// rank's part in both levels.
   template <class Body>
   void run(const std::string& operation, const Body& body) {
     messenger_.begin(operation);
@@ -228,7 +229,7 @@ class MessageTransport : public Transport {
     }
   }
 
-  /// Within a handler of the exception that has ended a collective.
+  /// For a handler of the exception that has ended a collective.
   [[noreturn]] void give_up(const std::string& operation) {
     try {
       try {
@@ -258,7 +259,7 @@ class MessageTransport : public Transport {
     return {format_, feedback};
   }
 
-  /// With the elements that a rank uses at a time.
+  /// With the number of elements that a rank uses at a time.
   Segments segments_of(const at::Tensor& flat, const Counts& counts) const {
     const auto width = static_cast<int64_t>(flat.element_size());
     const auto others = static_cast<int64_t>(counts.size()) - 1;

@@ -13,8 +13,8 @@ namespace tessera::comm {
 // depend on the collectives of a backend (libtorch 1.13's Gloo lacks reduce_scatter, and its list
 // all_gather copies twice), and each wait knows the rank it waits for.
 //
-// Each host sends what another host needs once. Bytes sent by each of W ranks for a tensor of N
-// bytes, if every host has one: all_gather and reduce_scatter (W-1)/W N; all_reduce 2 (W-1)/W N;
+// A host sends another host each value once. Bytes sent by each of W ranks for a tensor of N bytes,
+// if every host has one: all_gather and reduce_scatter (W-1)/W N; all_reduce 2 (W-1)/W N;
 // broadcast, from the root, 2 (W-1)/W N (scatter, then all-gather). For small tensors all_reduce is
 // an all-gather of (W-1) N, and broadcast sends N to each rank along a tree. With H hosts each host
 // sends ceil(log2 H) messages for headers, and at most as many for a small all-reduce, all-gather

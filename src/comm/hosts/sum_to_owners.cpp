@@ -117,7 +117,7 @@ void SumToOwners::combine(int64_t round) {
   deliver(round * segments_.step, add_up(std::move(values), n));
 }
 
-/// `values`: those of the leaves. Overwrites them.
+/// `values`: the values of the leaves, which are overwritten.
 at::Tensor SumToOwners::add_up(std::vector<at::Tensor> values, int64_t n) const {
   for (auto& value : values)
     if (value.defined() && value.scalar_type() != wide_) value = value.to(wide_);

@@ -10,12 +10,13 @@
 
 namespace tessera::comm {
 
-/// One reduce-scatter. In round i the ranks of a host add up windows i of all segments: those of
-/// other hosts' ranks to send them, their own to keep them until the other hosts' sums have arrived
-/// some rounds later.
+/// One reduce-scatter. In round i the ranks of a host add up windows i of all segments. They send
+/// the sums for ranks of other hosts, and keep their own until the other hosts' sums arrive some
+/// rounds later.
 class SumToOwners : public ShmTransport::WindowUse {
  public:
-  /// The arguments outlive this object. If `encoding` encodes, `tree` is HostSumTree::by_host().
+  /// The arguments must outlive this object. If `encoding` encodes, `tree` is
+  /// HostSumTree::by_host().
   SumToOwners(Messenger& messenger, const HostMap& map, const HostSumTree& tree, int rank,
               const Segments& segments, const Transport::Target& target, Encoding encoding);
 
@@ -26,7 +27,7 @@ class SumToOwners : public ShmTransport::WindowUse {
 
  private:
   static constexpr int64_t kAhead = 4;  // rounds in which a rank has messages in flight
-  static constexpr int64_t kLag = 2;    // rounds between sending sums and needing the other hosts'
+  static constexpr int64_t kLag = 2;    // rounds between sending sums and using those of others
 
   struct Arriving {
     Messenger::Ticket ticket;

@@ -36,9 +36,9 @@ int connect_briefly(const std::string& address, int port) {
   return -1;
 }
 
-/// Why the service at this address is not a store; empty if it may be one. A store sends nothing
-/// before a request. Unexpected data would end the process: a thread of libtorch 1.13's client
-/// reads it and throws.
+/// The reason why the service at this address is not a store; empty if it may be one. A store sends
+/// nothing before a request. Unexpected data would end the process: a thread of libtorch 1.13's
+/// client reads it and throws.
 std::string why_not_a_store(const std::string& address, int port) {
   const int fd = connect_briefly(address, port);
   if (fd < 0) return "";

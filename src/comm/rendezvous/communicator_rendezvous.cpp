@@ -30,8 +30,8 @@ namespace {
 using Communicator = detail::Communicator;
 using Store = c10::intrusive_ptr<c10d::Store>;
 
-/// What the ranks tell each other during start-up. A rank that cannot go on says why, so that none
-/// waits for it.
+/// The values that the ranks exchange during start-up. A rank that cannot go on says why, so that
+/// none waits for it.
 class Exchange {
  public:
   Exchange(Communicator& communicator, std::chrono::milliseconds limit)
@@ -110,7 +110,7 @@ class FileInMemory : private OpenFile, public c10d::FileStore {
 };
 
 /// A store in memory of rank 0 that the other ranks open through /proc. Null on all ranks if one of
-/// them cannot, because it is in another container.
+/// them cannot open it, for example in another container.
 Store store_in_memory(Exchange& exchange) {
   Socket file;
   const auto place = exchange([&] {

@@ -53,7 +53,7 @@ int slurm_port(const GetVariable& get) {
   return static_cast<int>(kLowest + (*job % kPorts * kBetweenJobs + step % kPorts) % kPorts);
 }
 
-/// Whether `range` is a number or two of them in order, such as 01-03.
+/// True if `range` is a number or two of them in order, such as 01-03.
 bool is_range(std::string_view range) {
   const auto dash = range.find('-');
   const auto first = range.substr(0, dash);
@@ -66,7 +66,7 @@ bool is_range(std::string_view range) {
   return is_number(first, from) && is_number(last, to) && from <= to;
 }
 
-/// Whether `test` holds for each part of `list` between commas. No part is left out.
+/// True if `test` holds for each part of `list` between commas. No part is left out.
 template <class Test>
 bool all_parts(std::string_view list, const Test& test) {
   for (size_t comma; (comma = list.find(',')) != std::string_view::npos;
@@ -75,7 +75,7 @@ bool all_parts(std::string_view list, const Test& test) {
   return test(list);
 }
 
-/// Whether `list` consists of hosts between commas: names in which ranges may stand in brackets.
+/// True if `list` consists of hosts between commas: names in which ranges may stand in brackets.
 bool is_host_list(std::string_view list) {
   std::string names;  // the list without its brackets
   while (!list.empty()) {

@@ -28,7 +28,7 @@ struct ShmAllocation {
 /// Thread-safe.
 class ShmArena {
  public:
-  /// Numbers of allocations for one of the groups, which no other group gets: this one and those
+  /// The first of the numbers for one group's allocations. No other group gets this number or those
   /// that follow it. The same on all ranks, which make their groups in the same order.
   int64_t begin_numbers();
   struct Place {

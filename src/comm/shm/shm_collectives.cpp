@@ -265,7 +265,7 @@ void ShmTransport::share_staged(const Segments& segments, const ExchangedLayout&
 
 void ShmTransport::share_direct(const Segments& segments, const ExchangedLayout& exchanged,
                                 WindowUse& use) {
-  // The windows of so many rounds fill a page of each segment, which is unmapped once then.
+  // The number of rounds whose windows fill a page of each segment, which is then unmapped once.
   const int64_t rounds_a_page = ShmSegment::huge_bytes / (segments.step * segments.width);
   int64_t first = 0;  // round whose windows are mapped
   for (int64_t round = 0; round < segments.windows; ++round) {

@@ -106,7 +106,8 @@ void ShmControl::wait_for(int peer) {
     if (now >= next_check) {
       check_peers(peer);
       next_check = now + check_interval;
-      // Counted in checks, because this rank may have been stopped with its peer.
+      // The limit counts checks and not time, because this rank may have been stopped with its
+      // peer.
       const bool stopped = stopped_timeout < timeout && is_stopped(members_[peer].process);
       stopped_for = stopped ? stopped_for + check_interval : 0ms;
       if (stopped && stopped_for >= stopped_timeout)
@@ -145,8 +146,8 @@ void ShmControl::sleep_on(int peer, std::chrono::nanoseconds at_most) noexcept {
   block.sleepers.fetch_sub(1);
 }
 
-// Throws if a peer that has not arrived never will. A rank that the others gave up on blames
-// itself. Dead ranks are blamed before ranks that gave up because of them.
+// Throws if a peer has not arrived and never will. A rank that the others gave up on blames itself.
+// Dead ranks are blamed before ranks that gave up because of them.
 void ShmControl::check_peers(int peer) {
   fail_if_given_up();
   const auto missing = [this](int r) { return r != rank_ && !arrived(r); };

@@ -19,9 +19,9 @@ struct ControlBlock {
   enum Status : uint32_t { alive = 0, left = 1, failed = 2 };
   using Message = std::array<std::byte, 64>;
 
-  /// How many barriers the owner has arrived at. A futex.
+  /// The number of barriers that the owner has arrived at. A futex.
   alignas(64) std::atomic<uint32_t> arrivals{0};
-  /// How many threads sleep on `arrivals`, or are about to.
+  /// The number of threads that sleep on `arrivals`, or are about to.
   alignas(64) std::atomic<uint32_t> sleepers{0};
   alignas(64) std::atomic<uint32_t> status{alive};
   /// With status failed: 1 + the rank that the owner blamed; 0: none, the failure was its own.
@@ -31,8 +31,8 @@ struct ControlBlock {
   std::atomic<uint32_t> given_up_by{0};
   /// The owner's messages of its latest two arrivals. Other ranks may still read the earlier one.
   alignas(64) Message messages[2]{};
-  /// Why the owner could not do its part of the operation that its latest message belongs to; empty
-  /// if it could.
+  /// The reason why the owner could not do its part of the operation of its latest message; or
+  /// empty.
   char problem[512]{};
 };
 

@@ -27,8 +27,8 @@ class ShmSegment {
  public:
   static constexpr int64_t huge_bytes = 2 << 20;  ///< Size of a huge page.
 
-  /// Makes a zero-filled segment. All its memory is reserved and present. `copies`: how many such
-  /// segments are being made on this host, for the check that memory suffices. Throws
+  /// Makes a zero-filled segment. All its memory is reserved and present. `copies`: the number of
+  /// such segments that this host makes now, to check that memory suffices. Throws
   /// std::runtime_error with the reason.
   static std::shared_ptr<ShmSegment> create(size_t bytes, int copies);
   /// Maps a peer's segment while the peer keeps its file open. A segment made by this process is

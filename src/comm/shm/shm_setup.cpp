@@ -20,7 +20,7 @@ struct Card {
   char layout[16] = "tessera shm 1";
   char host[112] = {};
   SegmentCard segment;
-  char problem[384] = {};  ///< Why this rank has no segment; empty if it has one.
+  char problem[384] = {};  ///< The reason why this rank has no segment; empty if it has one.
 };
 
 template <size_t n>
@@ -87,8 +87,8 @@ std::string refusal(const std::vector<Card>& cards) {
   return "";
 }
 
-/// The segments that this rank could map (others are null), and the first reason against mapping
-/// one.
+/// The segments of all ranks, null where this rank could not map one, and the first reason for
+/// that.
 struct Mapped {
   std::vector<std::shared_ptr<ShmSegment>> segments;
   std::string problem;

@@ -56,7 +56,7 @@ class ShmTransport : public Transport {
     const Segments& segments;
     int64_t round;
     int rank;                       ///< This rank.
-    bool direct;                    ///< They are in the tensors themselves, and can be written.
+    bool direct;                    ///< True: windows of the tensors, which can be written.
     std::vector<std::byte*> ranks;  ///< Each rank's tensor, or staging buffer.
 
     std::byte* operator()(int segment, int of) const {
@@ -65,20 +65,20 @@ class ShmTransport : public Transport {
                                     : segment * segments.step * segments.width);
     }
   };
-  /// How a collective uses the windows that share_windows() shows.
+  /// The way in which a collective uses the windows that share_windows() shows.
   class WindowUse {
    public:
     virtual ~WindowUse() = default;
-    /// Whether another rank reads this rank's window.
+    /// True if another rank reads this rank's window.
     virtual bool is_read(int segment, int64_t round) const = 0;
     /// A window is readable during the call for its round.
     virtual void visit(int64_t round, const Window& window) = 0;
-    /// After the last round. In a direct collective a rank may read and write, until it returns,
-    /// the windows that no other rank uses.
+    /// Called after the last round. Until it returns, a rank of a direct collective may read and
+    /// write the windows that no other rank uses.
     virtual void finish() {}
     /// For data that arrives while the windows are shared: make_ready(round) returns when this
     /// rank's windows of stripe() rounds from `round` on, a multiple of that, have their values. 0:
-    /// all is there. The same on all ranks.
+    /// all have them. The same on all ranks.
     virtual int64_t stripe() const { return 0; }
     virtual void make_ready(int64_t /*round*/) {}
     bool waits_before(int64_t round) const { return stripe() > 0 && round % stripe() == 0; }
