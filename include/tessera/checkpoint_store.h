@@ -25,7 +25,7 @@ namespace tessera {
 
 struct CheckpointStoreOptions {
   /// Number of newest sound checkpoints that are kept, at least 1. The one just written always is.
-  /// Unsound are those with NaN or infinity; docs/checkpoints.md says how long they stay.
+  /// Checkpoints with NaN or infinity are unsound; docs/checkpoints.md says how long they stay.
   int keep_last = 2;
   /// Checkpoints of steps that are multiples of this number are kept for ever. 0: none.
   int64_t keep_every = 0;
@@ -38,14 +38,14 @@ struct CheckpointStoreOptions {
 /// holds a lock on `folder/.lock` until the last copy of this object and the last CheckpointWriter
 /// made from it are destroyed. The kernel releases the lock when the process ends for any reason.
 /// Copies are cheap and share the same state. If the hosts do not share the folder, each host has
-/// one with the files of its ranks, and a manifest of all files; its lowest rank does there what
-/// rank 0 does. docs/checkpoints.md has the rules.
+/// one with the files of its ranks, and a manifest of all files; its lowest rank takes the role of
+/// rank 0 there. docs/checkpoints.md has the rules.
 class CheckpointStore {
  public:
   /// Makes the folder if it is missing, locks it, removes the unfinished checkpoints of earlier
-  /// runs, and ends the replacements that they were killed in. Throws UsageError on every rank if
-  /// another process holds the lock (the text names its pid and host), if an option is out of
-  /// range, or if a rank cannot write the folder. Collective.
+  /// runs, and completes replacements that they began. Throws UsageError on every rank if another
+  /// process holds the lock (the text names its pid and host), if an option is out of range, or if
+  /// a rank cannot write the folder. Collective.
   explicit CheckpointStore(const std::string& folder, ProcessGroup group = ProcessGroup(),
                            CheckpointStoreOptions options = {});
   ~CheckpointStore();
@@ -53,9 +53,9 @@ class CheckpointStore {
   CheckpointStore& operator=(const CheckpointStore&);
 
   const std::string& folder() const;  ///< Local.
-  /// Whether all ranks see the same folder. Local.
+  /// True if all ranks see the same folder. Local.
   bool shared() const;
-  /// Whether this rank is the lowest of those that see the same folder. Local.
+  /// True if this rank is the lowest of those that see the same folder. Local.
   bool leads() const;
   const CheckpointStoreOptions& options() const;  ///< Local.
   const ProcessGroup& group() const;              ///< Local.
@@ -127,7 +127,7 @@ std::optional<std::string> latest_sound_checkpoint(const std::string& folder);
 
 /// The same for a folder that hosts need not share: the newest checkpoint of which the ranks of
 /// `group` together have all files. A checkpoint that was cut off between the renames of two hosts
-/// is passed over. If none is complete, the newest one, whose opening then says what is missing.
+/// is passed over. If none is complete, returns the newest one; opening it says what is missing.
 /// The returned path ends in the same step on all ranks; `folder` may differ between them.
 /// Collective.
 std::optional<std::string> latest_checkpoint(const std::string& folder, const ProcessGroup& group);
@@ -144,7 +144,7 @@ class CheckpointVersionError : public UsageError {
   using UsageError::UsageError;
 };
 
-/// Thrown for a checkpoint whose bytes, sizes or files are not those that were written. An error of
+/// Thrown for a checkpoint whose bytes, sizes or files differ from the written ones. An error of
 /// the system while reading is an Error of another class: the checkpoint may then be sound.
 class CheckpointDamagedError : public UsageError {
  public:
@@ -179,9 +179,9 @@ class Checkpoint {
   bool contains(const std::string& file) const;
 
   /// Runs `body` on every rank. Within it the local functions may read files of other hosts, which
-  /// come over the group in windows of at most 16 MiB. Outside of it that is a UsageError. `body`
-  /// must not call collectives; an error on one rank is thrown on all. Collective, for a checkpoint
-  /// that was opened with a group.
+  /// come over the group in windows of at most 16 MiB. Outside of `body` that is a UsageError.
+  /// `body` must not call collectives; an error on one rank is thrown on all. Collective, for a
+  /// checkpoint that was opened with a group.
   void read_together(const std::function<void()>& body) const;
 
   /// Reads every byte of the files on this host and compares every digest. Local.

@@ -34,14 +34,14 @@ struct DistributedDataParallelOptions {
   /// In training mode all ranks get the same buffers, by this rule, before each forward pass and
   /// after each backward pass, unless gradients are disabled or no_sync() is active.
   BufferSync buffers = BufferSync::broadcast;
-  /// On: parameters may get no gradient in a backward pass; costs one small collective. Off: a
+  /// On: parameters may lack a gradient in a backward pass; costs one small collective. Off: a
   /// missing gradient is an error on every rank.
   bool find_unused_parameters = false;
   /// On: the caller promises that every step uses the same parameters equally often. The first
-  /// backward pass determines them; another set or number in a later one is an error on every
+  /// backward pass determines them; a later pass with another set or number is an error on every
   /// rank.
   bool static_graph = false;
-  /// When gradients are reduced. `background`: step() of FusedSGD, FusedAdam and FusedAdamW returns
+  /// The time of reductions. `background`: step() of FusedSGD, FusedAdam and FusedAdamW returns
   /// before its parameters are updated too.
   Overlap overlap = Overlap::backward;
   /// Names of parameters that are neither broadcast nor reduced. UsageError for a name that the
@@ -52,8 +52,8 @@ struct DistributedDataParallelOptions {
   bool share_parameters = false;
   /// Replaces the averaging of a bucket. Empty: the mean.
   CommHook comm_hook = {};
-  /// How gradients travel between hosts. Both halves of the all-reduce are rounded. UsageError for
-  /// wire.parameters, and with comm_hook.
+  /// The format of gradients between hosts. Both halves of the all-reduce are rounded. UsageError
+  /// for wire.parameters, and with comm_hook.
   WireOptions wire = {};
 };
 
@@ -70,8 +70,8 @@ class DistributedDataParallelBase : public Joinable {
   /// the same way. Local.
   [[nodiscard]] NoSync no_sync();
 
-  /// Returns when the gradients of the last backward have arrived, and the parameters that are
-  /// updated from them have their values: with Overlap::background. Call it before code that uses
+  /// For Overlap::background: returns when the gradients of the last backward have arrived, and the
+  /// parameters that are updated from them have their values. Call it before code that uses
   /// data_ptr() of a gradient, a parameter or optimizer state, and before torch::save().
   /// BrokenWorldError if a rank was lost. Local; blocks.
   void wait();
@@ -83,13 +83,13 @@ class DistributedDataParallelBase : public Joinable {
   void end_step(StepEnd end);
 
   /// Runs `write`, which changes parameters or buffers in place, for example by load_state_dict().
-  /// With share_parameters: when all ranks have called it, on the first rank of each host; the
-  /// other parameters and the buffers are then broadcast from rank 0. Elsewhere: on every rank.
-  /// `write` runs without gradients and calls no collective. If it throws on a rank, every rank
-  /// throws AgreedError. Collective; returns when all ranks may read.
+  /// With share_parameters it runs when all ranks have made this call, on the first rank of each
+  /// host, and rank 0 then broadcasts the other parameters and the buffers. Otherwise it runs on
+  /// every rank. `write` runs without gradients and calls no collective. If it throws on a rank,
+  /// every rank throws AgreedError. Collective; returns when all ranks may read.
   void with_shared_write(const std::function<void()>& write);
 
-  /// Bytes of the parameters on this rank. With share_parameters the frozen ones count with this
+  /// Bytes of the parameters on this rank. With share_parameters, frozen parameters count with this
   /// rank's equal part of the host's copy. Local.
   int64_t parameter_bytes() const;
   /// Bytes of the buckets on this rank. Local.

@@ -25,8 +25,8 @@ struct DistributedOptimizerOptions {
   /// "sum" or "mean" of the gradients over the ranks; upper and lower case are equal. Required if a
   /// dist_group has more than one rank.
   std::string reduce_method;
-  /// When rank 0's parameters are broadcast to all ranks. -1: never. 0: once, at construction.
-  /// n > 0: at construction and in every n-th step(), before the update.
+  /// The period of broadcasts of rank 0's parameters to all ranks. -1: none. 0: once, at
+  /// construction. n > 0: at construction and in every n-th step(), before the update.
   int64_t bcast_period = 0;
   /// On: gradients are sent in packs, in the order in which the first backward pass produced them.
   /// Off: in buckets of up to 25 MiB, from the last parameter to the first. The bits are the same.
@@ -36,10 +36,10 @@ struct DistributedOptimizerOptions {
   /// `backward` and `background`: each pack is reduced as soon as it is complete. `none`: at the
   /// end of backward. All is done when backward() returns.
   Overlap overlap = Overlap::backward;
-  /// How the module's buffers become the same on all ranks, in each step(). See track_buffers().
+  /// The rule by which all ranks get the same buffers, in each step(). See track_buffers().
   BufferSync buffers = BufferSync::broadcast;
-  /// How gradients travel between hosts. Both halves of the all-reduce are rounded. UsageError for
-  /// wire.parameters.
+  /// The format of gradients between hosts. Both halves of the all-reduce are rounded. UsageError
+  /// for wire.parameters.
   WireOptions wire = {};
 };
 
@@ -122,13 +122,13 @@ class DistributedOptimizer : public Joinable {
   /// closure only for a loss that is the same on all ranks. Collective.
   at::Tensor step(const torch::optim::Optimizer::LossClosure& closure = nullptr);
   /// Makes the gradients undefined, or sets them to zero if `set_to_none` is false. Local.
-  /// Gradients that no step() has used are dropped: with wire.gradients the next ones get what
-  /// rounding took from those of the last step(), and not what it took from the dropped ones.
+  /// Gradients that no step() has used are dropped. With wire.gradients, the next ones then get the
+  /// rounding errors of the last step()'s gradients and not those of the dropped ones.
   void zero_grad(bool set_to_none = true);
   /// With wire.gradients, between step(), or zero_grad() instead of it, and the next backward:
-  /// tells how the step ended, for loss scaling. `end.used` follows from step() and zero_grad()
-  /// already. UsageError unless `end.scale` is finite and > 0. Local; does not block. All ranks
-  /// make the same calls.
+  /// tells how the step ended, for loss scaling. step() and zero_grad() determine `end.used`.
+  /// UsageError unless `end.scale` is finite and > 0. Local; does not block. All ranks make the
+  /// same calls.
   void end_step(StepEnd end);
   /// Broadcasts rank 0's parameters to all ranks of each dist_group. Collective.
   void bcast_param();

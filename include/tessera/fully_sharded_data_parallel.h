@@ -37,7 +37,7 @@ enum class ShardingStrategy {
   hybrid_shard,   ///< full_shard within groups of `shard_group_size` ranks, which are replicas.
 };
 
-/// When the next unit of backward is gathered.
+/// The time at which the next unit of backward is gathered.
 enum class BackwardPrefetch {
   pre,   ///< Before the gradients of the current unit are computed.
   post,  ///< After the gradients of the current unit were computed.
@@ -74,23 +74,23 @@ struct FullyShardedDataParallelOptions {
   /// three largest where ranks of a shard group are on several hosts.
   int64_t resident_bytes = 0;
   BackwardPrefetch backward_prefetch = BackwardPrefetch::pre;
-  /// none: a unit is gathered where it is needed, whatever backward_prefetch is. background: the
-  /// gradients of shards may arrive after backward() has returned.
+  /// none: a unit is gathered at its first use, and backward_prefetch has no effect. background:
+  /// the gradients of shards may arrive after backward() has returned.
   Overlap overlap = Overlap::backward;
   MixedPrecision mixed_precision = {};
   /// Keeps shards, gradients and optimizer state on the CPU. No effect for a model on the CPU.
   bool cpu_offload = false;
-  /// Where the model runs, on a device of this rank. Parameters move there unit by unit, deferred
-  /// ones too, and buffers: see "Memory" in docs/gpu.md. Unset: where the parameters are.
+  /// The device of this rank on which the model runs. Parameters, deferred ones too, move there
+  /// unit by unit, and so do buffers: see "Memory" in docs/gpu.md. Unset: the parameters' device.
   std::optional<at::Device> device = {};
   /// Copies the parameters and buffers of rank 0 to all ranks at construction.
   bool sync_module_states = true;
-  /// How buffers become the same on all ranks at the end of each backward that reduces.
+  /// The rule by which all ranks get the same buffers at the end of each backward that reduces.
   BufferSync buffers = BufferSync::broadcast;
   /// Names of modules and of parameters that are neither sharded nor reduced nor broadcast, and not
   /// in parameters(): the caller trains them or freezes them. State dicts contain them.
   std::vector<std::string> ignored_states = {};
-  /// How gradients and gathered parameters travel between hosts. The shards stay exact.
+  /// The format of gradients and gathered parameters between hosts. The shards stay exact.
   WireOptions wire = {};
 };
 
@@ -182,7 +182,7 @@ class FullParams {
   int exceptions_;
 };
 
-/// What does not depend on the module's type.
+/// The part that does not depend on the module's type.
 class FullyShardedDataParallelBase : public Joinable {
  public:
   using Options = FullyShardedDataParallelOptions;
@@ -213,8 +213,8 @@ class FullyShardedDataParallelBase : public Joinable {
 
   /// The trainable shards of parameters(), in order, without empty ones, for state_slices() and
   /// load_state_slices(). Values written to them outside of forward and backward are used from the
-  /// next forward on; equal shards of several groups need equal values. `frozen_too`: those of
-  /// frozen parameters as well. Local.
+  /// next forward on; equal shards of several groups need equal values. `frozen_too`: adds the
+  /// shards of frozen parameters. Local.
   std::vector<ParameterShard> shards(bool frozen_too = false) const;
   /// True on ranks of the first shard group, which together hold each element of the model exactly
   /// once and write it to disk. Local.
@@ -230,9 +230,9 @@ class FullyShardedDataParallelBase : public Joinable {
   /// While the returned object is alive, backward passes reduce nothing and keep whole gradients in
   /// memory. The next backward after it reduces the sum. Local, but all ranks must do the same.
   [[nodiscard]] NoSync no_sync();
-  /// Clears the gradients of all shards, and those of no_sync() that no backward has reduced yet,
-  /// which an optimizer's zero_grad() does not clear. Outside of forward and backward. Local, but
-  /// all ranks must do the same.
+  /// Clears the gradients of all shards. Unlike an optimizer's zero_grad(), it also clears those of
+  /// no_sync() that no backward has reduced yet. Outside of forward and backward. Local, but all
+  /// ranks must do the same.
   void zero_grad(bool set_to_none = true);
 
   /// For loops that drop the gradients of some backwards or scale the loss, with wire.gradients:
@@ -275,8 +275,8 @@ class FullyShardedDataParallelBase : public Joinable {
   void load_optim_state_dict(torch::optim::Optimizer& optimizer, const OptimizerStateDict& dict,
                              bool strict = true);
 
-  /// For join(): what a rank without data runs in an iteration of the others: shadow_backward() and
-  /// then their calls on shards and gradients (clipping, step, zero_grad()). Local.
+  /// For join(): the calls of a rank without data in an iteration of the others, such as
+  /// shadow_backward(), then clipping, step and zero_grad() as they do. Local.
   void set_shadow_step(std::function<void()> step);
   /// On a rank without data: takes part in one forward and backward of the others, including passes
   /// under no_sync() before it, with gradients of zero. Not for forwards without gradients.
@@ -289,9 +289,9 @@ class FullyShardedDataParallelBase : public Joinable {
   void finish_join(int last_active_rank) override;
 
   /// Converts a floating-point tensor to param_dtype if mixed_precision converts inputs. For
-  /// tensors in forward that are not arguments of it. Local.
+  /// tensors that forward uses and that are not its arguments. Local.
   at::Tensor cast_input(const at::Tensor& input) const;
-  /// Whether cast_input() may convert anything in the model's present mode. Local.
+  /// True if cast_input() may convert anything in the model's present mode. Local.
   bool casts_inputs() const;
 
   std::vector<FsdpUnit> units() const;  ///< Local.

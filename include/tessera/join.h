@@ -14,7 +14,7 @@ namespace tessera {
 struct JoinIteration {
   int active_ranks = 1;  ///< Number of ranks that have data in this iteration.
   int first_active = 0;  ///< The lowest of these ranks. Its buffers are broadcast to all ranks.
-  int divisor = 1;       ///< A mean of gradients divides their sum by this.
+  int divisor = 1;       ///< The number by which a mean of gradients divides their sum.
   /// For each rank of the joined group whether it has data; empty: all have.
   std::vector<bool> has_data = {};
 };

@@ -37,7 +37,8 @@ struct LaunchOptions {
   /// The ranks on each host, by node rank. Empty: nproc_per_node on every host. Where launchers
   /// meet (hosts_meet()) they tell each other, and run() sets it.
   std::vector<int> ranks_of_nodes;
-  /// Hosts with which the world goes on if others are lost, 1 to nnodes. Default: nnodes.
+  /// The least number of hosts with which the world continues if others are lost, 1 to nnodes.
+  /// Default: nnodes.
   std::optional<int> min_nnodes;
   std::optional<int> node_rank;  ///< This host's number, 0 to nnodes - 1. Required if nnodes > 1.
 
@@ -46,17 +47,17 @@ struct LaunchOptions {
   std::string master_addr;
   std::optional<int> master_port;
 
-  /// How many times all ranks are started again after a failure on any host.
+  /// The number of times that all ranks are started again after a failure on any host.
   int max_restarts = 0;
-  /// For how long the launcher of another host may be silent before the world goes on without it,
+  /// The time that the launcher of another host may be silent before the world continues without it
   /// or ends. Only if hosts_meet(). Default: kRejoinTimeout.
   std::optional<std::chrono::milliseconds> rejoin_timeout;
   /// The wait before the first restart. It doubles with each restart, up to a minute, and begins
   /// again after an attempt that ran for ten minutes.
   std::chrono::milliseconds restart_delay = std::chrono::seconds(1);
-  /// How long a rank may be stopped (SIGSTOP) while another one is not. Longer is a failure.
+  /// The time that a rank may be stopped (SIGSTOP) while another one runs. Longer is a failure.
   std::chrono::milliseconds stopped_timeout = std::chrono::minutes(10);
-  int restarts_per_hour = 20;  ///< After so many restarts in an hour the failure is final.
+  int restarts_per_hour = 20;  ///< Restarts in an hour after which a failure is final.
 
   /// Folder of the log files <log_dir>/attempt_<k>/<rank>/{stdout,stderr}.log. Existing files are
   /// overwritten. Empty: no log files.
@@ -67,7 +68,7 @@ struct LaunchOptions {
   /// Streams that go to the file only. Requires log_dir. Default: none.
   std::optional<StreamChoice> redirects;
 
-  /// How long the ranks may take to end after the first SIGINT, SIGTERM, SIGHUP or SIGQUIT, before
+  /// The time that the ranks get to end after the first SIGINT, SIGTERM, SIGHUP or SIGQUIT, before
   /// they are killed.
   std::chrono::milliseconds grace = std::chrono::seconds(30);
 

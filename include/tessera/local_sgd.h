@@ -17,7 +17,7 @@
 #pragma GCC visibility push(default)
 namespace tessera {
 
-/// How the parameters of the last synchronisation become those of the next one.
+/// The rule that computes the parameters of the next synchronisation from the last ones.
 enum class OuterOptimizer {
   average,   ///< LocalSGD: the mean of the ranks' parameters.
   nesterov,  ///< DiLoCo: SGD with Nesterov momentum, whose gradient is the mean difference.
@@ -25,7 +25,7 @@ enum class OuterOptimizer {
 
 /// The form in which differences travel between the groups.
 enum class OuterWire {
-  float32,  ///< As they are. (float64 where a parameter is float64.)
+  float32,  ///< float32, unchanged (float64 where a parameter is float64).
   int8,     ///< 8 bits a value and a float32 scale for each 256 values, with error feedback.
 };
 
@@ -74,7 +74,7 @@ LocalSgdGroups local_sgd_groups(ProcessGroup& world, int64_t group_size = 0);
 ///   local.synchronize();
 ///
 /// The results are the same bits on all ranks of `outer`. After a synchronisation in the background
-/// only A is, because each rank's parameters have its own progress too. Buffers are not
+/// only A is the same, because each rank's parameters include its own progress. Buffers are not
 /// synchronised.
 ///
 /// Memory: one copy of this rank's shards (divided by the size of `replicas`), a second one with
@@ -84,22 +84,22 @@ LocalSgdGroups local_sgd_groups(ProcessGroup& world, int64_t group_size = 0);
 /// UsageError that repeats it.
 class LocalSgd : public Joinable {
  public:
-  /// `shards`: what this rank updates, in the same order on all ranks of `outer`: `shards()` of
-  /// ZeroRedundancyOptimizer and FullyShardedDataParallel, `parameter_shards()` of a plain model or
-  /// of DistributedDataParallel. They must stay valid.
+  /// `shards`: the elements that this rank updates, in the same order on all ranks of `outer`:
+  /// `shards()` of ZeroRedundancyOptimizer and FullyShardedDataParallel, `parameter_shards()` of a
+  /// plain model or of DistributedDataParallel. They must stay valid.
   /// `replicas`: the ranks that hold equal copies of `shards`: the inner group with
   /// DistributedDataParallel. Each of them then sends an equal part, so that every value leaves the
   /// group once.
-  /// `publish`: called after the shards were written, on every rank; gives the values to the other
-  /// ranks of the inner group where shards do not do it by themselves (gather_parameters()).
-  /// `prepare`: called before the shards are read and written, on every rank: waits until nothing
-  /// else uses them (wait_for_readers(), which ZeroRedundancyOptimizer with share_parameters or
+  /// `publish`: called after the shards were written, on every rank; sends the values to the other
+  /// ranks of the inner group where these need a call to get them (gather_parameters()). `prepare`:
+  /// called before the shards are read and written, on every rank: waits until nothing else uses
+  /// them (wait_for_readers(), which ZeroRedundancyOptimizer with share_parameters or
   /// Overlap::background needs).
   ///
-  /// Gives all ranks of `outer` the parameters of its rank 0, but not what has no shards: frozen
-  /// parameters and buffers, which must be equal already. Collective over `outer`, `replicas`,
-  /// `publish` and `prepare`; blocks. Throws UsageError on all ranks of `outer` for an option out
-  /// of range, for undefined or sparse shards and shards of integers, and if the ranks differ in
+  /// Gives all ranks of `outer` the parameters of its rank 0. Frozen parameters and buffers have no
+  /// shards and must be equal already. Collective over `outer`, `replicas`, `publish` and
+  /// `prepare`; blocks. Throws UsageError on all ranks of `outer` for an option out of range, for
+  /// undefined or sparse shards and shards of integers, and if the ranks differ in
   /// options or shards.
   LocalSgd(ProcessGroup outer, std::vector<ParameterShard> shards, LocalSgdOptions options = {},
            ProcessGroup replicas = {}, std::function<void()> publish = {},
@@ -110,7 +110,7 @@ class LocalSgd : public Joinable {
   /// all-reduce over `outer`, or one all-gather of bytes with int8, and one all-gather over
   /// `replicas`; collective and blocking then, otherwise local. Throws UsageError, on all ranks of
   /// `outer`, if a shard's storage, size or dtype is no longer that of the construction, and if
-  /// nothing but this object has the shard's tensor any more, because its optimizer is gone.
+  /// only this object still holds the shard's tensor, because its optimizer was destroyed.
   void step();
   /// Synchronises now and waits for the differences under way, so that all ranks of `outer` have
   /// equal parameters. Call it at the end of training. Does not count as a step. After a step()
@@ -143,9 +143,9 @@ class LocalSgd : public Joinable {
 
   /// Makes this object the joinable of a loop over `world`, the ranks of all groups. `inner` are
   /// the joinables of this rank's inner group. It forwards to them, with the numbers of the inner
-  /// group. `shadow`: what a rank without data does in the inner group in a step, while another
-  /// rank there has data; default: shadow_step() of each of `inner`. With replicas it must also
-  /// update the parameters, for example
+  /// group. `shadow`: the calls of a rank without data in a step, while another rank of the inner
+  /// group has data; default: shadow_step() of each of `inner`. With replicas it must also update
+  /// the parameters, for example
   /// `[&] { optimizer.zero_grad(); ddp.shadow_backward(); optimizer.step(); }`. Local. Throws
   /// UsageError if ranks of `inner` are not ranks of `world`.
   void set_join(ProcessGroup world, std::vector<std::reference_wrapper<Joinable>> inner,

@@ -27,8 +27,8 @@ ModuleStateDict state_dict(const torch::nn::Module& module);
 /// and device. Throws UsageError, and changes nothing, when names are missing or unexpected (it
 /// lists them), when a name is given twice, or when a shape differs (it names the first). A tied
 /// parameter or buffer may have any of its names, or several with equal values. Without `strict`,
-/// names that are missing or unexpected are no error; they are returned. Shapes that differ always
-/// are one.
+/// names that are missing or unexpected are no error; they are returned. A different shape always
+/// is an error.
 UnmatchedNames load_state_dict(torch::nn::Module& module, const ModuleStateDict& state,
                                bool strict = true);
 /// The same from weights on disk: a file, an index or a folder; see Weights.

@@ -25,7 +25,7 @@
 namespace tessera {
 namespace detail {
 
-/// Throws what MPI says about `code`, unless the call succeeded.
+/// Throws MPI's text for `code`, unless the call succeeded.
 inline void check_mpi(int code, const char* call) {
   if (code == MPI_SUCCESS) return;
   char text[MPI_MAX_ERROR_STRING] = {};
@@ -57,8 +57,7 @@ class MpiTransfer final : public Communicator::Transfer {
     }
   }
 
-  /// MPI may still use the memory of a message that is given up, after a failure of the group:
-  /// nothing frees it then.
+  /// If the group fails, MPI may still use the memory of a message: it is never freed then.
   ~MpiTransfer() override {
     if (complete_ < parts_.size()) new at::Tensor(tensor_);
     for (; receives_ && complete_ < parts_.size() && !mpi_has_ended(); ++complete_)
@@ -224,7 +223,7 @@ class MpiCommunicator final : public Communicator {
 
   MPI_Comm comm_;
   int rank_ = 0, size_ = 1, level_ = MPI_THREAD_SINGLE;
-  int most_tag_ = 32767;  // at least so much is guaranteed
+  int most_tag_ = 32767;  // the least value that MPI guarantees
 };
 
 /// Throws UsageError unless a group can be made of `comm` on this thread.
@@ -263,8 +262,8 @@ inline void check_communicator(MPI_Comm comm) {
 /// other or at once.
 ///
 /// The program calls MPI_Init and MPI_Finalize; this function calls neither. It calls MPI on the
-/// calling thread alone, so every thread level will do. When it has returned, the group uses MPI no
-/// longer, unless MPI carries its messages: see Backend.
+/// calling thread alone, so every thread level will do. After its return the group does not use
+/// MPI, unless MPI carries its messages: see Backend.
 ///
 /// Collective; blocks until all ranks of `comm` have called it, at most `options.timeout`. Throws
 /// UsageError, on all ranks, if the options differ between ranks; UsageError on this rank if MPI is

@@ -92,10 +92,10 @@ struct ProcessGroupOptions {
   bool check_collectives = true;
 
   /// For debugging: verify the result of each collective. Sums are compared with those of the
-  /// ranks' inputs, which travel a second time; what a rank receives is compared with a digest of
-  /// what was sent. A wrong result (a fault of memory, of a wire, of a transport, or a tensor that
-  /// was written during the collective) throws AgreedError on all ranks, which names the
-  /// collective and the rank. More than doubles the time of collectives. CPU tensors only.
+  /// ranks' inputs, which travel a second time; received values are compared with a digest of the
+  /// sent ones. A wrong result (a fault of memory, of a wire, of a transport, or a tensor that was
+  /// written during the collective) throws AgreedError on all ranks, which names the collective and
+  /// the rank. More than doubles the time of collectives. CPU tensors only.
   bool check_results = false;
 
   /// The type of an accelerator whose tensors the group moves without a backend for it, for example
@@ -117,9 +117,9 @@ struct ProcessGroupOptions {
   /// Tune the whole process for training: keep freed memory in it (glibc: M_MMAP_MAX = 0,
   /// M_TRIM_THRESHOLD = max) and serve libtorch's CPU tensors from malloc, so that a freed block
   /// fits the next tensor of its size. Otherwise freed memory goes back to the system in every
-  /// step, and the step pays for page faults on fresh memory. It stays so until the process ends.
-  /// libtorch's CPU allocator is replaced only if the program has not set its own. No effect when
-  /// the world size is 1 or without glibc. The trainer sets it.
+  /// step, and the step pays for page faults on fresh memory. The settings stay until the process
+  /// ends. libtorch's CPU allocator is replaced only if the program has not set its own. No effect
+  /// when the world size is 1 or without glibc. The trainer sets it.
   bool tune_process = false;
 };
 
@@ -173,11 +173,11 @@ class ProcessGroup {
   /// True when the ranks are on several hosts and exchange messages over TCP, Gloo or MPI. The
   /// wrappers then have several collectives under way by default. Local.
   bool messages_between_hosts() const;
-  /// The device of small tensors whose values the host has and that are to be reduced: the CPU.
-  /// With NCCL they travel beside the device's streams, so that the host does not wait for these.
-  /// Local.
+  /// The device for small tensors that are to be reduced and whose values the host has: the CPU.
+  /// With NCCL these tensors travel beside the device's streams, so the host does not wait for a
+  /// stream. Local.
   at::Device control_device() const;
-  /// Whether collectives take tensors on devices of this type: the CPU's always, those of an
+  /// True if collectives take tensors on devices of this type: the CPU's always, those of an
   /// accelerator where the group has a backend for it, or stages them. All of them in a group of
   /// one rank. Local.
   bool moves(at::DeviceType type) const;
@@ -188,15 +188,15 @@ class ProcessGroup {
   /// whose time-out was equal to that of this group. Local, but every rank must set the same value.
   /// NCCL keeps the time-out given at construction. Throws UsageError unless positive.
   void set_timeout(std::chrono::milliseconds timeout);
-  /// For this group alone, where ranks may be busy, for example with a disk. A rank that is
-  /// stopped, or cannot be reached, for `stopped` is given up then; in a group of from_c10d() after
-  /// `timeout`. So is one that calls this later than another by the former time-out. Messages:
+  /// For this group alone, where ranks may be busy, for example with a disk. A rank that is stopped
+  /// or unreachable is given up after `stopped`; in a group of from_c10d() after `timeout`. A rank
+  /// that makes this call later than another by the former time-out is given up too. Messages:
   /// docs/hosts.md.
   void set_timeout(std::chrono::milliseconds timeout, std::chrono::milliseconds stopped);
 
   // A `tag` describes the purpose of a call. Ranks that pass different tags disagree, and the error
-  // names both tags, up to 95 characters of each. Two collectives that ranks call in another order
-  // are then an error, even if their tensors are alike.
+  // names both tags, up to 95 characters of each. If ranks call two collectives in different
+  // orders, that is then an error even for equal tensors.
 
   /// Sums `tensor` over the ranks, in place, with the result on every rank. The finished sum is
   /// multiplied by `scale`, before it is rounded to 16 bits. Collective; same numel, dtype and
@@ -278,33 +278,33 @@ class ProcessGroup {
   std::optional<ProcessGroup> split(int color);
 
   /// Returns a group of the same ranks with connections of its own, whose collectives run beside
-  /// those of this group. They are counted in the stats() of this group, which are those of the new
-  /// group too. Memory of allocate() may be used in both. The new group has this group's options.
-  /// Collective. Throws UsageError for groups of from_c10d(). A group of one rank is returned
-  /// itself.
+  /// those of this group. Both groups share their stats(). Memory of allocate() may be used in
+  /// both. The new group has this group's options. Collective. Throws UsageError for groups of
+  /// from_c10d(). A group of one rank is returned itself.
   ProcessGroup duplicate();
 
   /// Returns a group of the same ranks in which floating-point values of all_reduce(), all_gather()
   /// and the reduce-scatters travel between hosts in `format`, with more connections and memory of
   /// its own. A sum is rounded once on each host, after the sum over that host's ranks; the second
-  /// half of an all-reduce is rounded again, by the owners of its parts. What is gathered or
-  /// all-reduced is rounded on its owner too, so all ranks have the same bits. Other collectives
-  /// and other dtypes are unchanged; float64 is a UsageError. Returns this group itself for
-  /// float32, and if all ranks are on one host. Collective; the same format on every rank. Throws
-  /// UsageError for groups of from_c10d(), with check_results, with the backend NCCL, and
-  /// if the ranks of a host cannot share memory. Both groups share their stats(), and their
-  /// collectives are compared in one order: a rank must call those of both in the order of the
-  /// other ranks, and one that does not is an error on all ranks at once.
+  /// half of an all-reduce is rounded again, by the owners of its parts. The owner rounds gathered
+  /// or all-reduced values too, so all ranks have the same bits. Other collectives and other dtypes
+  /// are unchanged; float64 is a UsageError. Returns this group itself for float32, and if all
+  /// ranks are on one host. Collective; the same format on every rank. Throws UsageError for groups
+  /// of from_c10d(), with check_results, with the backend NCCL, and if the ranks of a host cannot
+  /// share memory. Both groups share their stats(), and their collectives are compared in one
+  /// order: all ranks must call the collectives of both in the same order. Another order is an
+  /// error on all ranks at once.
   ProcessGroup with_wire(WireFormat format);
 
   /// Returns a group of the same ranks that moves tensors of `device` too, this rank's accelerator,
   /// with connections of its own. With Backend::Auto it uses the backend of this build for that
   /// type (NCCL for CUDA) if each rank of a host has a device of its own. Otherwise, and with
-  /// another backend for CPU tensors, it is as with ProcessGroupOptions::staged_device; if nobody
-  /// has asked for that, it is logged once, with the reason. Returns this group itself for the CPU,
-  /// in a group of one rank, and if it moves such tensors already. Both groups share their stats().
-  /// Collective; the same type of device on every rank. Throws UsageError for a type that this
-  /// process does not see (all ranks throw), for groups of from_c10d(), and with check_results.
+  /// another backend for CPU tensors, tensors are staged as with
+  /// ProcessGroupOptions::staged_device. If no option asked for that, it is logged once, with the
+  /// reason. Returns this group itself for the CPU, in a group of one rank, and if it moves such
+  /// tensors already. Both groups share their stats(). Collective; the same type of device on every
+  /// rank. Throws UsageError for a type that this process does not see (all ranks throw), for
+  /// groups of from_c10d(), and with check_results.
   ProcessGroup with_device(at::Device device);
 
   /// Throws UsageError on every rank when `entries` differ between ranks. The message names
@@ -315,9 +315,8 @@ class ProcessGroup {
 
   /// Ends the group and its sub-groups because of this rank's mistake. Throws UsageError(message)
   /// here (AgreedError if all ranks got the message), and on every other rank in the collective of
-  /// one of these groups in which it waits or that it calls next. The groups cannot be used
-  /// afterwards. Not collective: one rank calls it, and blocks until the other ranks know, at most
-  /// the time-out.
+  /// these groups that it waits in or calls next. The groups cannot be used afterwards. Not
+  /// collective: one rank calls it, and blocks until the other ranks know, at most the time-out.
   [[noreturn]] void fail(const std::string& message);
   /// True when a rank has called fail() and this rank knows it. Local.
   bool ended() const;
@@ -331,10 +330,10 @@ class ProcessGroup {
   at::Tensor peer_view(const at::Tensor& allocated, int peer) const;
   /// Returns a 1-D zero-filled tensor whose memory is common to the ranks of a host, if these share
   /// memory: each sees what the others write. The caller must synchronize concurrent reads and
-  /// writes. An all_gather() of it, or of a part of it, moves nothing within a host, where it is a
-  /// barrier; what other hosts own, one rank of a host receives. Other collectives need parts that
-  /// do not overlap between ranks. Returns an undefined tensor in a group of one rank and where
-  /// ranks share no memory. Collective; same numel and dtype on every rank.
+  /// writes. An all_gather() of it, or of a part of it, is a barrier within a host and moves
+  /// nothing there; one rank of a host receives the other hosts' parts. Other collectives need
+  /// parts that do not overlap between ranks. Returns an undefined tensor in a group of one rank
+  /// and where ranks share no memory. Collective; same numel and dtype on every rank.
   at::Tensor allocate_common(int64_t numel, at::TensorOptions options);
 
   /// Traffic since construction or the last reset_stats(), with that of duplicate(), with_wire()

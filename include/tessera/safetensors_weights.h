@@ -29,8 +29,8 @@ struct WeightsIndex {
 
   /// The files, each once, in order of their names.
   std::vector<std::string> file_names() const;
-  /// Throws UsageError unless the files have the tensors that the index gives them. Returns what
-  /// else differs, for the log: tensors that the index gives to another file or to none, and a
+  /// Throws UsageError unless the files have the tensors that the index gives them. Returns the
+  /// other differences, for the log: tensors that the index gives to another file or to none, and a
   /// wrong total. `entries`: the tensors of each file. `path`: the index, for messages.
   std::vector<std::string> check(
       const std::string& path,
@@ -51,11 +51,11 @@ struct WeightsPart {
 };
 
 /// Divides whole tensors over at most `ranks` files, one for each rank from rank 0 on: the largest
-/// first, each to the rank with the fewest bytes so far. The tensors from number `rank0_from` on go
-/// to rank 0 before all others. No rank gets more bytes than total / ranks + the largest tensor,
-/// unless those of rank 0 alone are more. With fewer tensors than ranks the last ranks get no file.
-/// A rank whose tensors have more than `max_bytes` writes several files, each of at most that many
-/// bytes or of one tensor; files are in order of ranks.
+/// first, each to the rank with the fewest bytes so far. The tensors from number `rank0_from` on
+/// are given to rank 0 first. No rank gets more bytes than total / ranks + the largest tensor,
+/// unless these tensors of rank 0 are more. With fewer tensors than ranks the last ranks get no
+/// file. A rank whose tensors have more than `max_bytes` writes several files, each of at most that
+/// many bytes or of one tensor; files are in order of ranks.
 std::vector<WeightsPart> divide_weights(const std::vector<SafetensorsSpec>& tensors, int ranks,
                                         size_t rank0_from = std::numeric_limits<size_t>::max(),
                                         uint64_t max_bytes = std::numeric_limits<uint64_t>::max());

@@ -35,21 +35,21 @@ struct SaveWeightsOptions {
   std::function<void(size_t i, const at::Tensor& tensor)> check = {};
 };
 
-/// Whether save_weights() writes a folder: the path ends in "/".
+/// True if save_weights() writes a folder: the path ends in "/".
 bool is_weights_folder(const std::string& path);
 
 /// The files in `folder` that a save to it replaces or removes, with their paths; also the index
 /// and model.safetensors if they are not there yet.
 std::vector<std::string> weights_files_of(const std::string& folder);
 
-/// Whether save_weights() writes a file for torch.load: the path ends in ".pt", ".pth" or ".bin".
+/// True if save_weights() writes a file for torch.load: the path ends in ".pt", ".pth" or ".bin".
 bool is_torch_path(const std::string& path);
 
 /// Writes weights to `path`: to one file, which rank 0 writes and which is replaced in one step:
 /// for torch.load if is_torch_path(), otherwise safetensors. A path that ends in "/" is a folder,
 /// which is made if it is missing and must be visible to all ranks: each rank writes its parts, by
 /// divide_weights(), and rank 0 writes model.safetensors.index.json at the end. A save that is cut
-/// off leaves the former one: where its parts have the names of the new ones, those get a tag
+/// off leaves the former one: new parts whose names are taken by former parts get a tag
 /// (model-1f03-00001-of-00002.safetensors). Then model.safetensors and the parts of former saves
 /// are removed from the folder. Takes memory for one tensor on each rank. Throws AgreedError on all
 /// ranks, with file, rank and reason, if a rank cannot write its part. Collective.

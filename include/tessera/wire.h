@@ -18,9 +18,9 @@ enum class WireFormat {
 /// results depend on which ranks share a host. The ranks' replicas stay equal. Values must be
 /// float32, bfloat16 or float16.
 struct WireOptions {
-  /// Sums of gradients. Each host sends its ranks' sum, and adds what rounding took from that sum
-  /// in the next step (error feedback; float32, gradient bytes / ranks of the host at most, and
-  /// within a step up to three times that). A loop that leaves out steps or scales the loss: see
+  /// Sums of gradients. Each host sends its ranks' sum and adds the rounding error of that sum in
+  /// the next step (error feedback: float32, at most gradient bytes / ranks of the host, within a
+  /// step up to three times that). A loop that leaves out steps or scales the loss: see
   /// docs/hosts.md.
   WireFormat gradients = WireFormat::float32;
   /// Parameters that are gathered from their owners. An owner keeps the exact values.

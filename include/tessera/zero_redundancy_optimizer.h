@@ -31,9 +31,9 @@ struct TrainerAccess;
 }
 
 /// Options of ZeroRedundancyOptimizer. Every rank gives the same values. docs/zero.md says what
-/// each one costs, and which of them do not go together; those are a UsageError at construction.
+/// each one costs and which exclude each other; such a pair is a UsageError at construction.
 struct ZeroRedundancyOptimizerOptions {
-  /// Which rank owns which part of the parameters. `flat` balances best and needs an element-wise
+  /// The distribution of parameters over the ranks. `flat` balances best and needs an element-wise
   /// optimizer; the other partitions work with any optimizer.
   Partition partition = Partition::flat;
   /// True: parameters become windows of one contiguous buffer, which one collective gathers in
@@ -42,25 +42,25 @@ struct ZeroRedundancyOptimizerOptions {
   /// True: the optimizer averages the gradients over the ranks. False: `.grad` is averaged before
   /// step(), by the caller or by a DistributedDataParallel, which switches the option off.
   bool reduce_gradients = true;
-  /// When gradients are reduced and parameters gathered.
+  /// The time of reductions and gathers.
   Overlap overlap = Overlap::backward;
   /// Size of a bucket that is reduced within backward, in MiB of parameters, > 0. At most 8 MiB are
   /// used without shard_gradients.
   double bucket_cap_mb = 25;
   /// Every rank gets rank 0's parameters and buffers at construction.
   bool broadcast_parameters = true;
-  /// How the module's buffers become the same on all ranks, in each step(). See track_buffers(). No
-  /// effect while a DistributedDataParallel has the parameters, which does it then.
+  /// The rule by which all ranks get the same buffers in each step(). See track_buffers(). No
+  /// effect while a DistributedDataParallel has the parameters: its own rule applies then.
   BufferSync buffers = BufferSync::broadcast;
-  /// Stage 2 of ZeRO: backward reduces each bucket when it is complete, and gives its memory back.
-  /// `.grad` of shards() is then this rank's part of the mean, that of the parameters a
+  /// Stage 2 of ZeRO: backward reduces each bucket when it is complete, and frees its memory.
+  /// `.grad` of shards() is then this rank's part of the mean; `.grad` of the parameters is a
   /// placeholder.
   bool shard_gradients = false;
   /// The ranks of a host have one copy of the parameters, frozen ones too, in memory that all of
   /// them map. Writes outside of step() go through with_shared_write().
   bool share_parameters = false;
-  /// How gradients and updated parameters travel between hosts. What rounding took from a parameter
-  /// is state "wire_residual" of its owner. With LBFGS parameters travel exactly.
+  /// The format of gradients and updated parameters between hosts. The rounding error of a
+  /// parameter is state "wire_residual" of its owner. With LBFGS parameters travel exactly.
   WireOptions wire = {};
 };
 
@@ -92,7 +92,8 @@ struct ZeroRedundancyOptimizerOptions {
 ///     follows from the operators: a norm (norm, abs, pow, square) of every `.grad` and then mul_
 ///     by a tensor; or operators that read every `.grad`, and then products or quotients, in place
 ///     or not, with numbers (or CPU tensors of one element) that differ between ranks, which step()
-///     compares. After reading all `.grad`s for a log, scale by what is equal on all ranks.
+///     compares. After reading all `.grad`s for a log, scale by a number that is equal on all
+///     ranks.
 ///   - `clip_grad_value_(net->parameters(), 1)` limits this rank's own gradient;
 ///     optimizer.clip_grad_value_(1) limits the mean.
 ///   - `grad.norm()` is the norm of this rank's own gradient; optimizer.clip_grad_norm_(INFINITY)
@@ -101,8 +102,8 @@ struct ZeroRedundancyOptimizerOptions {
 /// Dynamic loss scaling: after the last backward of a step and before clipping, each rank
 /// multiplies its `.grad`s by 1 / scale, and the ranks agree on whether any of them is infinite. If
 /// so, call zero_grad() instead of step(). With shard_gradients the gradients are `.grad` of
-/// shards(), so the infinite value of one rank is one of the mean. With wire.gradients too, call
-/// end_step() when the scale changes.
+/// shards(), so an infinite value on one rank is infinite in the mean too. With wire.gradients too,
+/// call end_step() when the scale changes.
 ///
 /// Memory of a rank, for P bytes of parameters and W ranks: P for parameters, P for gradients, and
 /// 1/W of the optimizer state; with shard_gradients P/W and two buckets for gradients. Clipping, or
@@ -152,11 +153,11 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   /// torch::optim::LBFGS uses all parameters at once. Rank 0 then owns all of them and has the
   /// whole state; the result is that of LBFGS with the averaged gradients.
   ///
-  /// A parameter that is frozen for some steps keeps its owners and its state. One that was frozen
-  /// at construction gets them in the first step, or at the first clipping, after it has become
+  /// A parameter that is frozen for some steps keeps its owners and its state. A parameter that was
+  /// frozen at construction gets owners in the first step or clipping after it has become
   /// trainable; with LBFGS that is a UsageError. UsageError on every rank when a parameter's
-  /// storage was replaced, when a parameter group was added other than by add_param_group(Group),
-  /// and when options (lr, …) or what is trainable differ between ranks.
+  /// storage was replaced, when another function than add_param_group(Group) added a group, and
+  /// when options (lr, …) or trainable parameters differ between ranks.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   /// `.grad` of every parameter becomes undefined, or zero where `set_to_none` is false. Local.
@@ -231,11 +232,11 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   /// the module. BrokenWorldError if a gather failed. Local; blocks.
   void wait() const;
   /// Runs `write`, which changes parameters of this optimizer in place, for example by
-  /// load_state_dict(). With share_parameters: when all ranks have called it, on the first rank of
-  /// each host, and nothing gives the others what else it has changed; only the tracked buffers are
-  /// then broadcast from rank 0, because `write` may have changed them too. Elsewhere:
-  /// on every rank. `write` runs without gradients and calls no collective. If it throws on a rank,
-  /// every rank throws AgreedError. Collective; returns when all ranks may read.
+  /// load_state_dict(). With share_parameters it runs when all ranks have made this call, on the
+  /// first rank of each host. Rank 0 then broadcasts the tracked buffers, because `write` may have
+  /// changed them too; other changes do not reach the other ranks. Otherwise it runs on every rank.
+  /// `write` runs without gradients and calls no collective. If it throws on a rank, every rank
+  /// throws AgreedError. Collective; returns when all ranks may read.
   void with_shared_write(const std::function<void()>& write);
   /// With share_parameters: returns when all ranks have called it, so that none of them reads
   /// parameters. Waits as wait(). Call it before a write to shards(), and gather_parameters()
@@ -246,7 +247,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   std::vector<OptimizerStateDict::Group> groups() const;
 
   /// While the returned object is alive, backward passes accumulate locally and nothing is sent.
-  /// Local; on all ranks alike.
+  /// Local; all ranks must use it in the same way.
   [[nodiscard]] NoSync no_sync();
 
   /// In a join, on a rank without data: takes part in one backward of the other ranks. Call step()

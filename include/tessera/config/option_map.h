@@ -12,8 +12,8 @@
 #pragma GCC visibility push(default)
 namespace tessera {
 
-/// The value of one option. Where a component expects a number it accepts an integer; where it
-/// expects a whole number it accepts 3.0; where it expects a list it accepts a single value.
+/// The value of one option. A component that expects a number accepts an integer; one that expects
+/// a whole number accepts 3.0; one that expects a list accepts a single value.
 using OptionValue =
     std::variant<bool, int64_t, double, std::string, std::vector<double>, std::vector<std::string>>;
 using OptionMap = std::map<std::string, OptionValue>;

@@ -61,8 +61,8 @@ auto named(const std::string& place, const Function& function) {
   }
 }
 
-/// Thrown by finish() of a reader that OptionReader::describe made: the options are all listed, and
-/// the checks that follow would need values.
+/// Thrown by finish() of a reader that OptionReader::describe made: all options are listed then,
+/// and later checks would need values.
 struct OptionsDescribed {};
 
 /// Reads one map of options into typed variables. Each `read` leaves `out`, which holds the
@@ -138,8 +138,8 @@ class OptionReader {
       if (name == chosen) out = choice;
   }
 
-  /// The values that this reader's `read`s returned, defaults included: those that an OptionValue
-  /// can hold. Options without a value are absent.
+  /// The values that this reader's `read`s returned, defaults included, if an OptionValue can hold
+  /// them. Options without a value are absent.
   const OptionMap& values() const { return values_; }
   /// Accepts every key that was not read, without a check.
   void accept_rest();

@@ -10,8 +10,8 @@
 #pragma GCC visibility push(default)
 namespace tessera {
 
-/// Returns dataset.get(samples). Throws UsageError that names the dataset and the tensor unless
-/// `inputs`, and `targets` and `extra` where they are defined, have one row a sample. Local.
+/// Returns dataset.get(samples). Throws UsageError, naming the dataset and the tensor, unless
+/// `inputs`, `targets` and `extra` have one row a sample. The last two may be undefined. Local.
 Batch load_batch(const Dataset& dataset, const std::vector<int64_t>& samples);
 
 struct BatchLoaderOptions {

@@ -10,7 +10,7 @@
 #pragma GCC visibility push(default)
 namespace tessera {
 
-/// Which samples a SampleBuffer keeps when it is full.
+/// The rule by which a full SampleBuffer keeps samples.
 enum class KeptSamples {
   newest,     ///< the last `capacity` ones
   reservoir,  ///< each sample so far with equal probability (Vitter's algorithm R)
@@ -22,16 +22,16 @@ struct SampleBufferOptions {
   uint64_t seed = 0;  ///< of the reservoir and of draw(); give each rank a seed of its own
 };
 
-/// The samples that a program has made so far, in memory, for training while it goes on. Each rank
-/// has its own. What is kept and drawn follows from the seed and the calls, so a run that resumes
-/// with state() goes on with the same batches. Local.
+/// The samples that a program has made so far, in memory, to train on while it makes more. Each
+/// rank has its own. Seed and calls determine the kept and drawn samples, so a run that resumes
+/// with state() continues with the same batches. Local.
 class SampleBuffer {
  public:
   /// UsageError for a negative capacity, and for a reservoir without one.
   explicit SampleBuffer(SampleBufferOptions options = {});
 
   /// Copies samples, which dimension 0 of both tensors counts. UsageError if the other dimensions
-  /// or the dtypes are not those of the first samples. `targets` may be undefined.
+  /// or the dtypes differ from those of the first samples. `targets` may be undefined.
   void add(const at::Tensor& inputs, const at::Tensor& targets = {});
   int64_t size() const;                   ///< samples in the buffer
   int64_t seen() const { return seen_; }  ///< samples added so far

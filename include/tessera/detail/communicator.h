@@ -32,11 +32,11 @@ class Communicator {
   /// Every rank's string in rank order; their sizes may differ. Collective, during start-up and on
   /// its thread. Throws BrokenWorldError at the deadline, and std::runtime_error.
   virtual std::vector<std::string> all_gather(const std::string& mine, Deadline deadline) = 0;
-  /// Why messages of other threads cannot travel here, as "MPI provides MPI_THREAD_SINGLE"; empty
-  /// if they can. The members below need that. Local.
+  /// The reason why other threads cannot send messages here, as "MPI provides MPI_THREAD_SINGLE";
+  /// empty if they can. The members below need other threads. Local.
   virtual std::string refuses_threads() const = 0;
-  /// A communicator of these ranks, with messages of its own. All of these ranks call it, and no
-  /// others; blocks until they have. `number` differs between calls that overlap.
+  /// A communicator of these ranks, with messages of its own. Exactly these ranks call it; blocks
+  /// until all have. `number` differs between calls that overlap.
   virtual std::shared_ptr<Communicator> subset(const std::vector<int>& ranks, int number) = 0;
   /// Starts a message; `tensor` is contiguous. Messages of one pair and one tag arrive in order.
   virtual std::unique_ptr<Transfer> send(at::Tensor tensor, int to, int tag) = 0;

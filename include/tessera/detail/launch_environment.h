@@ -13,8 +13,8 @@ struct LauncherRank {
 
 /// For messages before a process group exists. Reads the variables of torchrun and `tessera run`
 /// (RANK, LOCAL_RANK), Open MPI (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_LOCAL_RANK), PMI (PMI_RANK,
-/// MPI_LOCALRANKID) and Slurm (SLURM_PROCID, SLURM_LOCALID), in this order. A value that is no
-/// number counts as not set: init_process_group() reports it. Once there is a group, use its rank()
+/// MPI_LOCALRANKID) and Slurm (SLURM_PROCID, SLURM_LOCALID), in this order. A value that is not a
+/// number counts as unset: init_process_group() reports it. Once there is a group, use its rank()
 /// and local_rank(). Local.
 LauncherRank launcher_rank() noexcept;
 

@@ -3,7 +3,7 @@
 #pragma GCC visibility push(default)
 namespace tessera::detail {
 
-/// Whether `name`, the dotted name of a module or parameter, matches `pattern`: `*` stands for any
+/// True if `name`, the dotted name of a module or parameter, matches `pattern`: `*` stands for any
 /// characters but dots, `**` for any characters, `?` for one character. Local.
 inline bool matches_name(const char* pattern, const char* name) {
   if (*pattern == '\0') return *name == '\0';

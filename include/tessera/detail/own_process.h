@@ -5,8 +5,8 @@
 #pragma GCC visibility push(default)
 namespace tessera::detail {
 
-/// The process that made an object. A child made by fork() inherits the object, but neither its
-/// threads nor the files, folders and peers that it stands for. Destructors that end threads,
+/// The process that made an object. A child made by fork() inherits the object, but not its
+/// threads, and the files, folders and peers belong to the parent. Destructors that end threads,
 /// remove files or tell peers do nothing in such a child.
 class OwnProcess {
  public:

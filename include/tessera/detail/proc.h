@@ -10,8 +10,8 @@
 namespace tessera::detail {
 
 /// /proc/<pid>/stat from its third field on: state, parent …; empty if there is no such process.
-/// Read as the file of the main thread, which has the same: qemu-user answers /proc/<pid>/stat of
-/// the calling process itself, with another start time than its peers see.
+/// Reads the same values from the file of the main thread: qemu-user itself answers
+/// /proc/<pid>/stat of the calling process, with a start time that its peers do not see.
 inline std::vector<std::string> process_fields(int pid) {
   const auto id = std::to_string(pid);
   std::ifstream file("/proc/" + id + "/task/" + id + "/stat");
@@ -22,7 +22,7 @@ inline std::vector<std::string> process_fields(int pid) {
   return {std::istream_iterator<std::string>(rest), {}};
 }
 
-/// When the process started, in clock ticks since boot. Distinguishes it from later processes with
+/// Start time of the process in clock ticks since boot. Distinguishes it from later processes with
 /// its pid. Empty if there is no such process or it is a zombie.
 inline std::string start_time(int pid) {
   constexpr size_t kStartTime = 19;
@@ -31,7 +31,7 @@ inline std::string start_time(int pid) {
   return fields[kStartTime];
 }
 
-/// Another one after each start of the host.
+/// Differs after each start of the host.
 inline std::string boot_id() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
   std::string id;

@@ -15,7 +15,7 @@ namespace tessera::detail {
 /// a failure began. A file with one report for each rank: TESSERA_REPORT holds its path.
 struct RankReport {
   enum class Kind {
-    agreed,  ///< All ranks ended with the same error. `ranks`: where it began.
+    agreed,  ///< All ranks ended with the same error. `ranks`: the ranks where it began.
     broken,  ///< BrokenWorldError. `ranks`: the ranks that it names.
     stop,    ///< Training ended because of a signal. `ranks`: this rank, if it got the signal.
   };

@@ -22,9 +22,9 @@ void report_stop(int signal, const std::vector<int>& ranks) noexcept;
 /// there is none. Local; from any thread.
 void withdraw_report() noexcept;
 
-/// Where an error began that all ranks find by comparing a value: the ranks whose value differs
-/// from the one that more than half of the ranks have. Empty if no value is that frequent. `same(a,
-/// b)` says whether the values of ranks a and b are equal. Pure.
+/// The origin of an error that all ranks find by comparing a value: the ranks whose value differs
+/// from that of more than half of the ranks. Empty if no value is so frequent. `same(a, b)` says
+/// whether the values of ranks a and b are equal. Pure.
 std::vector<int> minority(int size, const std::function<bool(int, int)>& same);
 
 }  // namespace tessera::detail

@@ -9,7 +9,7 @@ namespace tessera::detail {
 /// its memory. For code that takes data_ptr().
 inline at::Tensor resolved(const at::Tensor& tensor) { return tensor.resolve_conj().resolve_neg(); }
 
-/// Whether memory and values are the same.
+/// True if memory and values are the same.
 inline bool is_resolved(const at::Tensor& tensor) { return !tensor.is_conj() && !tensor.is_neg(); }
 
 }  // namespace tessera::detail

@@ -23,9 +23,9 @@ struct RunningCollective {
   int late_count = 0;
 };
 
-/// Copies the collectives that run now to `out`, at most `most`, and returns their number. NCCL's
-/// are over for this process once they are on the device's stream. Takes no lock, allocates
-/// nothing, never blocks; from any thread. Local.
+/// Copies the collectives that run now to `out`, at most `most`, and returns their number. A
+/// collective of NCCL is no longer listed once it is on the device's stream. Takes no lock,
+/// allocates nothing, never blocks; from any thread. Local.
 int running_collectives(RunningCollective* out, int most) noexcept;
 
 }  // namespace tessera::detail

@@ -44,7 +44,7 @@ auto all_to_all_flat(Backend& backend, at::Tensor& output, at::Tensor& input,
   else return backend.alltoall_base(output, input, receive, send);
 }
 
-/// Ends what a c10d backend is waiting for, where the version and the backend can do that.
+/// Ends the collectives in which a c10d backend waits, if version and backend support it.
 template <class Backend>
 void abort(Backend& backend) noexcept {
   if constexpr (requires { backend.abort(); }) {
@@ -143,7 +143,7 @@ void allow_data(Storage* storage) {
 #endif
 
 /// An access to the storage's data is a c10::Error with this text; empty: it is allowed. Older
-/// libtorch has no such text, and finds itself that a null pointer is no data.
+/// libtorch has no such text; its own check finds the null pointer.
 template <class Storage = c10::StorageImpl>
 void refuse_data(Storage* storage, const std::string& text) {
   if constexpr (TESSERA_TORCH_AT_LEAST(2, 6)) {
@@ -251,7 +251,7 @@ inline std::optional<at::ScalarType> autocast_dtype(const at::Tensor& tensor) {
   return applies ? std::optional(device.dtype) : std::nullopt;
 }
 
-/// Whether fused_causal_attention() has a kernel for such tensors that does not hold all scores.
+/// True if fused_causal_attention() has a kernel for such tensors that does not hold all scores.
 /// libtorch has had one for CPUs, without dropout, since 2.2. Those for CUDA need a width of whole
 /// vectors.
 inline bool has_fused_attention(const at::Tensor& query, double dropout) {

@@ -15,8 +15,9 @@ namespace tessera {
 /// how to compute the values again (the idea of torchdistx's deferred_init, here with real
 /// execution, so that `.item()` and branches on values work). Scopes nest. Local.
 ///
-/// Deferred are tensors of 64 KiB and more. docs/memory.md says what the log cannot repeat and is
-/// computed at once, which `deferred_stats` counts, and when nothing can be deferred.
+/// Deferred are tensors of 64 KiB and more. docs/memory.md says which operators the log cannot
+/// repeat and when nothing can be deferred. Such tensors are computed at once; `deferred_stats`
+/// counts them.
 class DeferredScope {
  public:
   DeferredScope();
@@ -34,7 +35,7 @@ class DeferredScope {
 ///   tessera::FullyShardedDataParallel fsdp(net, world);
 ///
 /// The wrappers of this library compute the values when they are constructed:
-/// FullyShardedDataParallel parameter by parameter, of which each rank keeps its shards;
+/// FullyShardedDataParallel parameter by parameter, so that each rank keeps only its shards;
 /// ZeroRedundancyOptimizer parameter by parameter into its buckets; DistributedDataParallel as
 /// materialize() does. The bits are those of eager construction with the same seed. Code that reads
 /// a deferred tensor by address gets its values, but the system does not (docs/memory.md): before
@@ -49,8 +50,8 @@ auto deferred_init(Make&& make) {
 bool is_deferred(const at::Tensor& tensor);
 
 /// Computes the values of `tensor`'s storage, which has ordinary memory from then on. Nothing
-/// happens if it is not deferred. Tensors that were computed from it stay deferred and keep the
-/// values that they had, whatever is written to it later. Thread-safe. Local.
+/// happens if it is not deferred. Tensors that were computed from it stay deferred and keep their
+/// values if it is written later. Thread-safe. Local.
 void materialize(const at::Tensor& tensor);
 /// The same for all parameters and buffers of `module`.
 void materialize(torch::nn::Module& module);

@@ -42,18 +42,19 @@ struct GPT2Options {
   /// On: each block is run under tessera::checkpoint in training. Less memory, about a third more
   /// time, the same values. Not part of config.json.
   bool activation_checkpointing = false;
-  /// Which blocks that concerns: those whose names ("transformer.h.0" and so on) match one of these
-  /// patterns, where `*` stands for any characters but dots. Empty: all of them. validate() refuses
-  /// a pattern that matches no block. Not part of config.json.
+  /// The blocks for it: their names ("transformer.h.0" and so on) match one of these patterns, in
+  /// which `*` matches any characters but dots. Empty: all of them. validate() refuses a pattern
+  /// that matches no block. Not part of config.json.
   std::vector<std::string> activation_checkpointing_blocks = {};
-  /// And of these every n-th only, beginning with the first. At least 1, which is each of them. Not
-  /// part of config.json.
+  /// Only every n-th of these blocks, from the first on. At least 1: all of them. Not part of
+  /// config.json.
   int64_t activation_checkpointing_every = 1;
 
-  /// Whether each block is run under tessera::checkpoint in training. [n_layer].
+  /// [n_layer]: true for each block that runs under tessera::checkpoint in training.
   std::vector<bool> recomputed_blocks() const;
 
-  /// Reads what a config has of the model's arithmetic, without dropouts. See option_reader.h.
+  /// Reads the options of the model's arithmetic from a config, without dropouts. See
+  /// option_reader.h.
   void read(OptionReader& options);
   /// Throws UsageError naming the option, its value and the expected values. The module's
   /// constructor calls it.
@@ -122,8 +123,8 @@ class GPT2Impl : public torch::nn::Module {
   /// The same from opened weights of any kind. Without `strict`, names that are missing or
   /// unexpected are no error; they are returned.
   UnmatchedNames load_weights(const Weights& weights, bool strict = true);
-  /// The entries that load_weights() reads, by name. Throws the same errors, except for a head that
-  /// differs; reads no tensor and changes nothing. Local.
+  /// The entries that load_weights() reads, by name. Throws the same errors, except for a different
+  /// head; reads no tensor and changes nothing. Local.
   WeightsMatch match_weights(const TensorSource& weights, bool strict = true) const;
 
   /// Writes every parameter under its name, with metadata {"format": "pt"}. Hugging Face can load

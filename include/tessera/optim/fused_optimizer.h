@@ -43,7 +43,7 @@ class FusedOptimizer : public torch::optim::Optimizer, public ElementWise {
   /// a sparse gradient, before any update.
   torch::Tensor step(LossClosure closure = nullptr) override;
 
-  /// Whether ranges of `param` can be updated: it is defined, dense, contiguous, float32 and on the
+  /// True if ranges of `param` can be updated: it is defined, dense, contiguous, float32 and on the
   /// CPU.
   static bool supports_range(const at::Tensor& param);
 

@@ -46,11 +46,11 @@ std::optional<ParamState> get_state(const torch::optim::Optimizer& optimizer,
 void set_state(torch::optim::Optimizer& optimizer, const at::Tensor& param,
                const ParamState& state);
 
-/// Resets the state of `param` to that before the first step. (Adagrad, which needs state from the
-/// start, gets its initial state.)
+/// Resets the state of `param` to its state before the first step. (Adagrad, which needs state from
+/// the start, gets its initial state.)
 void clear_state(torch::optim::Optimizer& optimizer, const at::Tensor& param);
 
-/// Whether a state tensor has the same sizes as its parameter, so that it is sharded like the
+/// True if a state tensor has the same sizes as its parameter, so that it is sharded like the
 /// parameter. All other state tensors are kept whole.
 bool follows_parameter(const at::Tensor& state, const at::Tensor& param);
 
@@ -108,7 +108,7 @@ class ElementWise {
   virtual ~ElementWise() = default;
 };
 
-/// Whether parameters may be split at any element: true for SGD, Adam, AdamW, Adagrad, RMSprop, the
+/// True if parameters may be split at any element: true for SGD, Adam, AdamW, Adagrad, RMSprop, the
 /// fused optimizers, classes that inherit ElementWise and classes declared element-wise. False for
 /// LBFGS and every other class, also for classes derived from those listed by name.
 bool is_element_wise(const torch::optim::Optimizer& optimizer);

@@ -44,9 +44,9 @@ OptimizerStateDict state_dict(const torch::optim::Optimizer& optimizer);
 
 /// Loads state and options into a plain optimizer; the tensors are copied. Throws UsageError that
 /// names the parameter when groups, names or shapes do not match; the optimizer is then unchanged.
-/// Without `strict` groups and names may differ: a parameter that `dict` does not have starts anew,
-/// one that the optimizer does not have is left out, and a group takes the options of the group of
-/// `dict` that has its first known parameter. Shapes that differ always are an error. Local.
+/// Without `strict` groups and names may differ: a parameter that is not in `dict` starts anew, one
+/// that is not in the optimizer is left out, and a group takes the options of the group of `dict`
+/// that has its first known parameter. A different shape always is an error. Local.
 void load_state_dict(torch::optim::Optimizer& optimizer, const NamedParameters& parameters,
                      const OptimizerStateDict& dict, bool strict = true);
 /// The same for parameters by number.

@@ -6,7 +6,7 @@
 #pragma GCC visibility push(default)
 namespace tessera {
 
-/// How parameters are distributed over ranks. Pure arithmetic: every rank computes the same result.
+/// The distribution of parameters over ranks. Pure arithmetic: every rank computes the same result.
 enum class Partition {
   /// The concatenation of all parameters is cut into equal parts, so a parameter may lie on several
   /// ranks. Only for element-wise optimizers. Follows ZeRO (Rajbhandari et al., 2020).

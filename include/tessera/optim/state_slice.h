@@ -12,8 +12,8 @@
 // Describes the part of the parameters and of their optimizer state that a rank has, in the same
 // way for every wrapper. Checkpoints and weight averages use it. Everything here is local.
 //
-// "Memory order" is the order of the elements in memory, by the parameter's strides. A range says
-// which strides it means, so that a range of a channels-last weight is not taken for one of a
+// "Memory order" is the order of the elements in memory, by the parameter's strides. A range states
+// its strides, so that a range of a channels-last weight is not mistaken for a range of a
 // contiguous weight.
 
 #pragma GCC visibility push(default)
@@ -48,9 +48,8 @@ struct StateSlice : ElementRange {
   /// A tensor of one dimension with `numel` elements, which are in memory order, or a tensor of the
   /// whole parameter's `shape`, in any memory order if `strides` is stated and otherwise in the
   /// parameter's, is sharded as the parameter is. Every rank has all other tensors (such as a step
-  /// counter without dimensions) and all scalars in full. A tensor of one element also counts as
-  /// not sharded if another rank's slice of the parameter shows that it is not. Empty: the
-  /// parameter was never stepped.
+  /// counter without dimensions) and all scalars in full. A tensor of one element is not sharded if
+  /// another rank's slice of the parameter shows that. Empty: the parameter was never stepped.
   ParamState state;
 
   bool stateless() const { return state.tensors.empty() && state.scalars.empty(); }

@@ -22,8 +22,8 @@ class TorchOptimizerStateFile {
  public:
   /// `key` names the state's dict as in TorchFile; empty: the file's own dict, or the only dict in
   /// it that has this form. Throws UsageError with the file for an option that changes the update
-  /// and that the C++ optimizers do not have (maximize), and for what TorchFile refuses. Options
-  /// that do not change it are left out: foreach, fused, capturable, differentiable, initial_lr.
+  /// and that the C++ optimizers do not have (maximize), and as TorchFile does. Options that do not
+  /// change the update are left out: foreach, fused, capturable, differentiable, initial_lr.
   explicit TorchOptimizerStateFile(const std::string& path, const std::string& key = "");
   ~TorchOptimizerStateFile();
   TorchOptimizerStateFile(TorchOptimizerStateFile&&) noexcept;
@@ -32,14 +32,14 @@ class TorchOptimizerStateFile {
   struct Group {
     size_t parameters = 0;  ///< their number
     OptionMap options = {};
-    /// Of Adam and AdamW from PyTorch 2.7 on: whether the decay is that of AdamW.
+    /// Adam and AdamW from PyTorch 2.7 on: true if the decay is that of AdamW.
     std::optional<bool> decoupled_weight_decay = std::nullopt;
   };
   const std::vector<Group>& groups() const;
 
   /// `parameters`: the names of the parameters in the order in which Python's optimizer got them,
-  /// usually that of model.parameters(), which is that of named_parameters(). Where the groups have
-  /// "param_names", those count instead. Throws UsageError for another number of names.
+  /// usually the order of model.parameters() and named_parameters(). If the groups have
+  /// "param_names", these are used instead. Throws UsageError for another number of names.
   OptimizerStateDict load(const std::vector<std::string>& parameters) const;
   /// The state of parts of the parameters, one slice for each of `ranges`, without options. Reads
   /// only their elements of tensors that have the parameter's shape, if both are stored in

@@ -9,7 +9,7 @@
 #pragma GCC visibility push(default)
 namespace tessera {
 
-/// Thrown by agree() on every rank with the same text, so it is enough that one rank prints it.
+/// Thrown by agree() on every rank with the same text, so one rank should print it.
 class AgreedError : public UsageError {
  public:
   using UsageError::UsageError;

@@ -3,8 +3,8 @@
 #pragma GCC visibility push(default)
 namespace tessera {
 
-/// How the buffers of a module (running statistics of batch norms and others) become the same on
-/// all ranks. Every wrapper applies the rule at the end of each synchronising backward
+/// The rule by which the buffers of a module (running statistics of batch norms and others) become
+/// the same on all ranks. Every wrapper applies the rule at the end of each synchronising backward
 /// (DistributedDataParallel, FullyShardedDataParallel) or in step() (ZeroRedundancyOptimizer,
 /// DistributedOptimizer). Evaluation, state dicts and checkpoints then see the same values on every
 /// rank. DistributedDataParallel also applies it before each forward pass in training mode. At

@@ -3,8 +3,8 @@
 #pragma GCC visibility push(default)
 namespace tessera {
 
-/// When communication runs beside computation. Results are bit-identical, but for LocalSgd, and
-/// where option wire rounds gradients, whose blocks follow the buckets.
+/// The parts of communication that run beside computation. Results are bit-identical, except with
+/// LocalSgd and where option wire rounds gradients, because its blocks depend on the buckets.
 enum class Overlap {
   none,      ///< Never: each collective runs where its result is needed first. For comparison.
   backward,  ///< Within backward() and within step(). When a call returns, all of it is done.

@@ -16,7 +16,7 @@ namespace tessera {
 /// The factor is W n / N for W ranks, n samples here and N on all ranks. Equal numbers give 1. A
 /// rank without samples gets 0, and calls forward and backward with any sample; where N is 0, all
 /// get 0. With gradient accumulation, call it once a step with the samples of all micro-batches of
-/// the rank, and multiply each one's loss by its share of them too.
+/// the rank, and also multiply the loss of each micro-batch by its share of these samples.
 ///
 /// `group`: that of the wrapper. Collective, one all-reduce of 16 bytes; blocks. Throws UsageError
 /// on every rank if a number is negative.

@@ -16,7 +16,7 @@ struct WeightAverageOptions {
 
 /// Exponential moving average of weights. It starts from the live values at construction; each
 /// update sets average ← average + (1 − decay) · (live − average). `live` may be any list of
-/// tensors: a model's parameters, or this rank's shards of them. How the parameters are sharded
+/// tensors: a model's parameters, or this rank's shards of them. The sharding of the parameters
 /// does not change any bit of the result. Half types are averaged in float32; tensors that are not
 /// floating-point (counters) are copied. Local. Memory: one copy of the tensors (of half types in
 /// float32), and a second one while swapped.

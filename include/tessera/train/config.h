@@ -37,8 +37,8 @@ struct ModelConfig {
   bool strict = true;           ///< whether names that are missing or unexpected are an error
   /// Seed of the initial weights and of each rank's random numbers in training.
   uint64_t seed = 0;
-  /// Whether parameters take memory only where and when the wrapper needs them; see
-  /// deferred_init(). Unset: true for FullyShardedDataParallel on CPUs.
+  /// True: parameters take memory only where and when the wrapper needs them; see deferred_init().
+  /// Unset: true for FullyShardedDataParallel on CPUs.
   std::optional<bool> deferred = {};
   /// "cpu", "cuda" (the device numbered as the rank on its host), "cuda:1", … (train/devices.h)
   std::string device = "cpu";
@@ -120,10 +120,10 @@ struct CheckpointConfig {
   /// A newest checkpoint that is damaged is set aside, and the one before it is taken. No value: on
   /// under `tessera run --max-restarts`, otherwise off.
   std::optional<bool> fallback;
-  /// Whether the optimizer state of the checkpoint is used; false starts a new one.
+  /// True if the optimizer state of the checkpoint is used; false starts a new one.
   bool optimizer = true;
   std::string from;  ///< a checkpoint of any run to start from, unless `folder` has one
-  /// Whether rank 0 writes all weights to weights.safetensors. Otherwise every rank writes its
+  /// True if rank 0 writes all weights to weights.safetensors. Otherwise every rank writes its
   /// part.
   bool single_file = false;
 };
@@ -153,7 +153,7 @@ struct RunConfig {
   std::optional<double> clip_grad_value;
   double clip_norm_type = 2;        ///< p of clip_grad_norm and of the reported norm
   bool error_if_nonfinite = false;  ///< a norm that is infinite or NaN ends the run
-  /// "stop", "skip" or "rollback": what follows a loss or a gradient that is not finite.
+  /// "stop", "skip" or "rollback": the reaction to a loss or a gradient that is not finite.
   std::string on_nonfinite = "stop";
   int64_t nonfinite_limit = 10;  ///< most steps in a row that are skipped or rolled back
   /// Factor of the median of recent losses; a larger loss is rolled back. No value: none is.
@@ -169,13 +169,13 @@ struct RunConfig {
   SampleConfig sample;
 };
 
-/// Where the optimizer's first state comes from.
+/// The source of the optimizer's first state.
 struct OptimizerInit {
   std::string path;  ///< file of torch.save; empty: the optimizer starts anew
   std::string key;   ///< of the state's dict; see TorchOptimizerStateFile
 };
 
-/// Where the values of a config come from.
+/// The places in files and arguments that gave a config its values.
 struct ConfigSource {
   /// "file.yaml:12: data.path: ", the beginning of a message about a key; without the line for a
   /// key that was not given.
@@ -186,7 +186,7 @@ struct ConfigSource {
   /// those that differ from their defaults.
   std::string dump(bool full) const;
 
-  /// "models.NAME.", what keys of this model begin with; empty: the whole config.
+  /// "models.NAME.", the beginning of this model's keys; empty: the whole config.
   std::string prefix() const { return name.empty() ? "" : "models." + name + "."; }
 
   std::string name;  ///< of this model in section `models`; empty: the whole config
@@ -209,11 +209,11 @@ struct ModelSections : ConfigSource {
 struct Config : ModelSections {
   /// The models that are trained: the entries of section `models`, or this config as the only one.
   std::vector<const ModelSections*> trained() const;
-  /// Whether there are losses of evaluations: not with a train_step that has none.
+  /// True if evaluations give losses; false with a train_step that has none.
   bool evaluates() const { return models.empty() || train_step.evaluate; }
 
-  /// With several, the members of ModelSections have what all of them share: model.device,
-  /// model.seed, parallel.group, and train without the keys of single models.
+  /// With several models, the members of ModelSections have the options that all share:
+  /// model.device, model.seed, parallel.group, and train without the keys of single models.
   std::vector<ModelSections> models;
   TrainStep train_step;  ///< with `models`
   DataConfig data;

@@ -13,12 +13,12 @@
 #include "tessera/module_state_dict.h"
 #include "tessera/zero_redundancy_optimizer.h"
 
-// Checkpoints of a training loop of one's own, in one call each. docs/own_loop.md has a program.
+// Checkpoints of your own training loop, in one call each. docs/own_loop.md has a program.
 
 #pragma GCC visibility push(default)
 namespace tessera {
 
-/// What such a loop consists of. The objects must live longer. Local.
+/// The parts of such a loop. The objects must live longer. Local.
 class LoopParts {
  public:
   /// Every rank has all of the model and of the optimizer's state: a plain module, one under
@@ -45,15 +45,15 @@ class LoopParts {
 };
 
 /// Writes the checkpoint of `step` and returns its path: weights, state of the optimizer, and for
-/// each rank the samples of its buffer and its random numbers. What follows from the step (learning
-/// rates, the order of a Sampler) need not be saved. Errors as CheckpointWriter::commit().
-/// Collective.
+/// each rank the samples of its buffer and its random numbers. Values that the step determines
+/// (learning rates, the order of a Sampler) need not be saved. Errors as
+/// CheckpointWriter::commit(). Collective.
 std::string save(const CheckpointStore& store, int64_t step, const LoopParts& parts);
 
-/// Goes on from the newest sound checkpoint of the store's folder, written by any number of ranks
+/// Continues from the newest sound checkpoint of the store's folder, written by any number of ranks
 /// and under any wrapper. Returns its step; 0 if there is none, and then nothing changes. All
-/// digests are compared first. With another number of ranks than saved it, rank r gets the samples
-/// of ranks r, r + W, …, and keeps its own random numbers. UsageError on all ranks if the
+/// digests are compared first. With another number of ranks than at the save, rank r gets the
+/// samples of ranks r, r + W, …, and keeps its own random numbers. UsageError on all ranks if the
 /// checkpoint has no samples and there is a buffer. Collective.
 int64_t load(const CheckpointStore& store, const LoopParts& parts);
 

@@ -12,18 +12,18 @@
 namespace tessera {
 
 /// One or several figures over all samples of an evaluation, whatever their batches and ranks. A
-/// metric has no state: what it counts is in the tensors that its functions return. All functions
-/// are local.
+/// metric has no state: its counts are in the tensors that its functions return. All functions are
+/// local.
 struct Metric {
-  /// Names of what `result` returns, as in the log without "eval_".
+  /// Names of the figures that `result` returns, as in the log without "eval_".
   std::vector<std::string> figures;
-  /// What one batch adds: a tensor of numbers of any shape, the same for each batch, on any device.
-  /// `prediction`: what ModelWrapper::val_step() returns. `batch`: after the preprocessor. Called
-  /// without autograd.
+  /// The contribution of one batch: a tensor of numbers of any shape, the same for each batch, on
+  /// any device. `prediction`: the result of ModelWrapper::val_step(). `batch`: after the
+  /// preprocessor. Called without autograd.
   std::function<at::Tensor(const at::Tensor& prediction, const Batch& batch)> accumulate;
-  /// The figures, from what all batches together have added: float64, on the CPU.
+  /// The figures, from the sum of all batches' contributions: float64, on the CPU.
   std::function<std::vector<double>(const at::Tensor& total)> result;
-  /// Joins what two sets of samples have added; both are float64, on the CPU. Empty: a + b.
+  /// Joins the contributions of two sets of samples; both are float64, on the CPU. Empty: a + b.
   std::function<at::Tensor(const at::Tensor& a, const at::Tensor& b)> merge = {};
 };
 

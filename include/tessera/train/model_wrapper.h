@@ -40,7 +40,7 @@ enum class NonfiniteNorm {
   update,  ///< the update takes place
   error,   ///< an Error; nothing is updated
   skip,    ///< the gradients are dropped; nothing is updated
-  /// As skip, but the caller gives the parameters up: a type that learns the norm from the update
+  /// As skip, but the caller discards the parameters: a type that gets the norm from the update
   /// itself may update.
   give_up
 };
@@ -62,7 +62,7 @@ struct NonfiniteGradient {
   std::string parameter;  ///< its first parameter with such a gradient
 };
 
-/// What an evaluation has of a batch beside its losses.
+/// The results of an evaluation for one batch, beside its losses.
 struct Evaluated {
   Batch batch;            ///< after the preprocessor
   at::Tensor prediction;  ///< as ModelWrapper::val_step() returns it
@@ -98,7 +98,7 @@ class ModelWrapper {
   at::Tensor val_step(const Batch& batch);
   at::Tensor test_step(const Batch& batch) { return val_step(batch); }
   /// The losses and figures of a batch, without gradients. `evaluated`: gets the batch after the
-  /// preprocessor and what val_step() returns; null: not wanted.
+  /// preprocessor and the result of val_step(); may be null.
   ParsedLosses val_losses(const Batch& batch, Evaluated* evaluated = nullptr);
 
   /// This rank's figures of the last forward(), as train_step() returns them. Local.
@@ -120,8 +120,8 @@ class ModelWrapper {
   /// return every rank's model has the new parameters. Returns the norm before clipping.
   virtual double update(const GradientRules& rules) = 0;
   /// After update() has returned a norm that is not finite: finds the first rank whose own gradient
-  /// is not finite. `parts` are this rank's micro-batches, of which every rank has equally many.
-  /// Runs their forward and backward passes again, without an update.
+  /// is not finite. `parts` are this rank's micro-batches; every rank has equally many. Runs their
+  /// forward and backward passes again, without an update.
   virtual NonfiniteGradient find_nonfinite_gradient(const std::vector<Batch>& parts);
   /// Removes the gradients without an update. Local.
   virtual void drop_gradients() = 0;
@@ -134,22 +134,22 @@ class ModelWrapper {
   /// The object that takes part in a join; null when this type does not support joins. Local.
   virtual Joinable* joinable() { return nullptr; }
 
-  /// Returns when what Overlap::background has left under way is complete. The trainer calls it
-  /// before hooks, which may use pointers. Local; blocks.
+  /// Returns when all communication of Overlap::background is complete. The trainer calls it before
+  /// hooks, which may use pointers. Local; blocks.
   virtual void wait() {}
   /// The parameter shards that this rank owns. Every element of the model belongs to the shards of
   /// some rank, and only its owner writes it. Local.
   virtual std::vector<ParameterShard> shards() = 0;
   /// The elements of parameters that this rank reads when the model is loaded; publish_shards()
-  /// brings it the others that it holds. By default shards(), and frozen parameters as a whole.
-  /// Local.
+  /// gives it the other elements that it holds. By default shards(), and frozen parameters as a
+  /// whole. Local.
   virtual std::vector<ParameterShard> loaded_shards();
   /// The tensors, by name, that all ranks must hold with equal bits between two steps, for
-  /// check_replicas(): by default the shards, which differ in their names where they differ, and
-  /// the buffers. Local.
+  /// check_replicas(): by default the buffers and the shards. Shards that may differ have different
+  /// names. Local.
   virtual std::vector<std::pair<std::string, at::Tensor>> replicas();
   /// The ranks of group() whose shards() are equal copies of this rank's. A group of this rank
-  /// alone is right for every type; with the copies known, LocalSgd sends each value once. Local.
+  /// alone is always correct; if the copies are known, LocalSgd sends each value once. Local.
   virtual ProcessGroup shard_copies() const { return {}; }
   /// Call before writing to the shards: no rank reads parameters when it returns. Collective.
   virtual void before_shard_writes() {}
@@ -166,8 +166,8 @@ class ModelWrapper {
   virtual OptimizerStateDict optimizer_state_dict() = 0;
   /// Loads this rank's part of `dict`, which is the same on all ranks.
   virtual void load_optimizer_state_dict(const OptimizerStateDict& dict) = 0;
-  /// Numbers of those of shards() whose state this rank saves, ascending; of the ranks that hold
-  /// the same shard, exactly one saves it. By default all. Local.
+  /// Ascending numbers of the shards() whose state this rank saves. If several ranks hold the same
+  /// shard, exactly one saves it. By default all. Local.
   virtual std::vector<size_t> saved_shards();
   /// While the result is alive, rank 0's module has whole parameters. Null where parameters are
   /// always whole.
@@ -184,7 +184,8 @@ class ModelWrapper {
   /// The memory of a single process that trains the same model, derived from all ranks' memory.
   /// Local.
   virtual MemoryUse unsharded(const std::vector<MemoryUse>& ranks) const { return ranks.front(); }
-  /// The memory that a rank should use by the formula of this type, such as 1/N of it. Local.
+  /// The memory that a rank should use by the formula of this type, such as 1/N of single_process.
+  /// Local.
   virtual MemoryUse formula(const MemoryUse& unsharded) const { return unsharded; }
 
  protected:
@@ -193,7 +194,7 @@ class ModelWrapper {
 
   TrainedModel model_;
   ProcessGroup group_;
-  /// Whether the buffers are the same on all ranks between two steps.
+  /// True if the buffers are the same on all ranks between two steps.
   bool buffers_are_equal_ = true;
 
  private:

@@ -64,15 +64,15 @@ class OptimWrapper {
   void update_params(const at::Tensor& loss);
 
   /// Factor of this rank's loss from now on, 1 at first. For ranks with unequal numbers of samples:
-  /// with samples of this rank / mean samples of a rank, the mean over the ranks is the mean over
-  /// all samples.
+  /// with the factor (samples of this rank) / (mean samples of a rank), the mean over the ranks is
+  /// the mean over all samples.
   void set_loss_weight(double weight) { weight_ = weight; }
 
   bool should_update() const;  ///< whether the current iteration ends in an update
   bool should_sync() const { return should_update(); }
-  /// Whether the last update_params() changed the parameters.
+  /// True if the last update_params() changed the parameters.
   bool updated() const { return updated_; }
-  /// Whether the last update_params() left the update out, because it found an infinity.
+  /// True if the last update_params() left the update out, because it found an infinity.
   bool skipped() const { return skipped_; }
   double grad_norm() const { return norm_; }  ///< norm at the last update, before clipping
   double scale_factor() const;                ///< divisor of the current iteration's loss

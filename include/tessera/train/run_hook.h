@@ -45,7 +45,7 @@ class RunHook {
   virtual void after_evaluation(RunState&) {}  ///< `figures`: those of the evaluation
   virtual void after_test(RunState&) {}        ///< `figures`: those of the test
   virtual void after_run(RunState&) {}
-  /// Whether evaluations compute predictions for this hook even if the config has no metrics.
+  /// True if evaluations compute predictions for this hook even if the config has no metrics.
   virtual bool wants_predictions() const { return false; }
   /// Each batch of an evaluation or of the test, if predictions are computed: before
   /// after_evaluation() or after_test(), on the rank that evaluates it, each sample on one rank.

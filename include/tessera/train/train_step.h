@@ -26,16 +26,16 @@ class StepModel {
   /// live longer.
   StepModel(std::string place, std::string name, ModelWrapper& wrapper, train::TrainingStep& step);
 
-  /// What predict(batch) or forward(inputs) of the module returns, through the wrapper and in the
-  /// precision of the config. UsageError if the module has neither.
+  /// The result of the module's predict(batch) or forward(inputs), called through the wrapper, in
+  /// the precision of the config. UsageError if the module has neither.
   at::Tensor forward(const at::Tensor& inputs) { return forward(Batch{inputs, {}, {}}); }
   at::Tensor forward(const Batch& batch);
-  /// The same of `function`, which uses the module in another way.
+  /// The result of `function`, which uses the module in another way.
   at::Tensor call(const std::function<at::Tensor()>& function);
 
-  /// Adds the gradients of `loss`, the mean over this rank's samples. It may come from several
-  /// models; then the others get gradients too, unless they are frozen. Those of a loss that is not
-  /// finite are NaN on all elements.
+  /// Adds the gradients of `loss`, the mean over this rank's samples. It may depend on several
+  /// models; then the others get gradients too, unless they are frozen. If the loss is not finite,
+  /// all elements of the gradients are NaN.
   void backward(const at::Tensor& loss);
   /// Clips the mean gradient over the ranks, updates the parameters and removes the gradients.
   /// Returns whether the parameters have changed; they have not if the norm of the gradient is not
@@ -43,7 +43,7 @@ class StepModel {
   bool step();
   /// backward() and step().
   bool update_params(const at::Tensor& loss);
-  /// Removes the gradients. The end of a train step does so too, for all models. Local.
+  /// Removes the gradients. The end of a train step does the same for all models. Local.
   void zero_grad();
 
   /// No gradients of this model are communicated while the result is alive. Null for a wrapper
@@ -93,13 +93,13 @@ class StepModels {
   Progress progress_;
 };
 
-/// How the models of a run are trained: an entry of registry::train_steps(). The functions keep no
+/// The training of the models of a run: an entry of registry::train_steps(). The functions keep no
 /// state between two calls, because no checkpoint would have it. Each is called on all ranks.
 struct TrainStep {
   /// The names that the config must give the models. Empty: any.
   std::vector<std::string> models = {};
   /// Everything from forward to the updates, with this rank's batch. Returns named losses and
-  /// figures for the log, in the form that parse_losses() takes; they take no part in the training.
+  /// figures for the log, in the form that parse_losses() takes; they do not affect the training.
   std::function<Losses(StepModels& models, const Batch& batch)> train;
   /// The losses of an evaluation: in evaluation mode, without gradients. Must not update. Empty:
   /// there are no evaluations.

@@ -32,8 +32,8 @@ struct TrainedModel {
   /// the model once. Set where the config section `loss` selects the loss.
   std::function<Losses(const at::Tensor& prediction, const Batch&)> loss_of_prediction = {};
 
-  /// Which tensors of model.init the parameters and buffers get, as tessera::match_weights(). Each
-  /// rank then reads only its elements of them. Empty: those of the same names.
+  /// Maps parameters and buffers to tensors of model.init, as tessera::match_weights() does. Each
+  /// rank then reads only its elements of these. Empty: tensors of the same names.
   std::function<WeightsMatch(const TensorSource& weights, bool strict)> match_weights = {};
   /// For language models. Returns `prompt` (int64 [T]) followed by `count` sampled tokens.
   std::function<at::Tensor(const at::Tensor& prompt, int64_t count, double temperature,

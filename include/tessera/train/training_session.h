@@ -15,7 +15,7 @@
 #pragma GCC visibility push(default)
 namespace tessera {
 
-/// What one step did. The same on all ranks that train together.
+/// The result of one step. The same on all ranks that train together.
 struct SessionStep {
   int64_t step = 0;      ///< its number, from 0
   int64_t samples = 0;   ///< of all ranks; 0: no rank had any, and nothing happened
@@ -23,7 +23,7 @@ struct SessionStep {
   double grad_norm = 0;  ///< of the mean gradient, before clipping; NaN without an update
   double lr = 0;         ///< of the first parameter group
   bool updated = false;  ///< false: the step was left out, see train.on_nonfinite
-  bool stopped = false;  ///< somebody asked for the end (request_stop()): call finish()
+  bool stopped = false;  ///< request_stop() was called on a rank: call finish()
   std::map<std::string, double> figures = {};  ///< "loss", and others that the loss returns
 };
 
@@ -72,7 +72,7 @@ class TrainingSession {
   std::map<std::string, double> evaluate(const at::Tensor& inputs, const at::Tensor& targets = {});
 
   /// Writes a checkpoint. Returns its path. UsageError without checkpoint.folder.
-  /// `checkpoint.every` does it by itself.
+  /// With `checkpoint.every`, step() also writes them.
   std::string save();
   /// The end: the last checkpoint, train.save, the lines of the report. Afterwards only model(),
   /// predict() and evaluate() may be called.

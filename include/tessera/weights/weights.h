@@ -31,7 +31,7 @@ struct UnmatchedNames {
   std::vector<std::string> unexpected;  ///< of the file; they are not read
 };
 
-/// Which tensor of a file each parameter and buffer of a model gets.
+/// The tensor of a file for each parameter and buffer of a model.
 struct WeightsMatch {
   /// Two tensors of the file that must have equal elements, such as a tied head and its embedding.
   struct Equal {
@@ -55,8 +55,8 @@ class Weights : public TensorSource {
   /// pytorch_model.bin.index.json; the first of them is read. Throws UsageError as SafetensorsFile,
   /// TorchFile and parse_weights_index() do; if a file of the index is missing, or lacks a tensor
   /// that the index gives it; for files of other kinds, which it names; for a pattern that is no
-  /// regular expression; and if two names become equal. Logs one line in three cases. (1) The
-  /// index is wrong otherwise: tensors of its files that it does not name are read too, and those
+  /// regular expression; and if two names become equal. Logs one line in three cases. (1) The index
+  /// is wrong in another way: tensors of its files that it does not name are read too, and those
   /// that it gives to another file are read there. (2) A folder has an index beside the file that
   /// is read. (3) A file that the folder or the index names is a link that leads out of the folder.
   explicit Weights(const std::string& path, const WeightsOptions& options = {});

@@ -20,7 +20,8 @@ namespace tessera {
 std::string weights_digest(const Weights& weights, const std::string& name);
 
 struct ConvertOptions {
-  /// Floating-point tensors get this dtype; none: they keep theirs. Others always keep theirs.
+  /// The dtype that floating-point tensors get; none: they keep their own. Other tensors keep
+  /// theirs.
   std::optional<at::ScalarType> dtype = std::nullopt;
   /// As of SaveWeightsOptions; for folders.
   uint64_t max_shard_bytes = std::numeric_limits<uint64_t>::max();
