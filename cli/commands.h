@@ -8,7 +8,7 @@ class App;
 
 namespace tessera::cli {
 
-/// Exit code for a mistake on the command line, as of torchrun and shells.
+/// Exit code for a mistake on the command line; torchrun and shells use it too.
 constexpr int kUsageExit = 2;
 
 /// Calls `body`, which parses the command line with `app` and runs the command. Prints help and

@@ -1,4 +1,4 @@
-// The `read` functions of OptionReader: the values that each type accepts, and how it is shown.
+// The `read` functions of OptionReader: the accepted values and the text form of each type.
 #include <algorithm>
 
 #include "config/scalar_values.h"
@@ -56,7 +56,7 @@ std::optional<OptionValue> option_value(const std::optional<Value>& value) {
   return value ? std::optional<OptionValue>(*value) : std::nullopt;
 }
 
-// Parsers of one value in a range, of lists of it, and of it or null.
+// Parsers of one value in a range, of lists of such values, and of a value or null.
 
 auto integer_in(const Range& range) {
   return [range](const ConfigNode& node) {

@@ -16,7 +16,7 @@ namespace {
 
 class RegionSource final : public memory::MemorySource {
  public:
-  /// Whether libtorch's allocations reach the source of this thread's open scope.
+  /// True if libtorch's allocations reach the source of this thread's open scope.
   static bool is_reached() {
     const auto probe = c10::GetAllocator(at::kCPU)->allocate(memory::kMinPlacementBytes);
     return Registry::instance().find(probe.get()) != nullptr;

@@ -40,7 +40,7 @@ bool makes_unwritten_memory(const std::string& name) {
   return name.starts_with("aten::empty") || name == "aten::new_empty";
 }
 
-/// Whether the operator only calls others: it has no kernel of its own, or autocast's casts come
+/// True if the operator only calls others: it has no kernel of its own, or autocast's casts come
 /// first.
 bool only_calls_others(const c10::OperatorHandle& op, c10::DispatchKeySet keys) {
   return keys.has_any(c10::autocast_dispatch_keyset) ||
@@ -48,7 +48,7 @@ bool only_calls_others(const c10::OperatorHandle& op, c10::DispatchKeySet keys) 
           !op.hasKernelForDispatchKey(c10::DispatchKey::CPU));
 }
 
-/// Whether the operator consists of others that are worth recording in its place: a factory, or a
+/// True if the operator consists of others that are worth recording in its place: a factory, or a
 /// copy. Its parts write to their results in place, and take the generator as an argument.
 bool consists_of_others(const c10::OperatorHandle& op, bool takes_tensors) {
   static const Names copies{"aten::clone",      "aten::_to_copy",     "aten::rand_like",

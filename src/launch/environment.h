@@ -24,15 +24,15 @@ struct Attempt {
 /// The rank in the world of a local rank of this host.
 int global_rank(const LaunchOptions& options, int local_rank);
 
-/// Returns the environment of one rank as NAME=value entries: `base` with the variables of this
-/// launch added and those of a surrounding launcher removed. Pure.
+/// Returns the environment of one rank as NAME=value entries: `base` plus the variables of this
+/// launch, without the variables of a surrounding launcher. Pure.
 std::vector<std::string> rank_environment(const LaunchOptions& options, const Attempt& attempt,
                                           int local_rank, const std::vector<std::string>& base);
 
 /// The file for the report of a rank; empty if there is no folder for it. See RankReport.
 std::string report_path(const Attempt& attempt, int rank);
 
-/// True when OMP_NUM_THREADS=1 is added: several ranks here and nothing set by the user.
+/// True when OMP_NUM_THREADS=1 is added: several ranks are here and the user set nothing.
 bool limits_threads(const LaunchOptions& options, const std::vector<std::string>& base);
 
 }  // namespace tessera::launch

@@ -23,7 +23,7 @@ constexpr std::chrono::milliseconds kLeastRejoinTimeout = std::chrono::seconds(3
   throw UsageError(flag + " = '" + value + "': expected " + expected);
 }
 
-/// The number that all of `text` is; nullopt if it is none.
+/// The number that the whole `text` spells; nullopt if it spells none.
 template <class Number>
 std::optional<Number> number_in(std::string_view text) {
   Number value{};

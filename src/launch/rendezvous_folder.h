@@ -9,8 +9,8 @@ namespace tessera::launch {
 /// A fresh folder of mode 0700 for the files through which the ranks of one host find each other.
 /// The destructor removes it with its contents. Its name contains the boot id of the host and the
 /// pid namespace, pid and start time of the owner, which also holds a lock on it. So another
-/// launcher, also of another host that shares the folder's parent, can distinguish a folder in use
-/// from one that a killed launcher left.
+/// launcher, even on another host that shares the folder's parent, can distinguish a folder in use
+/// from the folder of a killed launcher.
 class RendezvousFolder {
  public:
   /// Makes the folder under rendezvous_base(). Throws UsageError naming the folder.

@@ -9,8 +9,8 @@
 
 namespace tessera::launch {
 
-/// How long to wait before a restart, and how many there may be. The delay doubles from one restart
-/// to the next, up to a minute, and begins again after an attempt that ran for ten minutes.
+/// The number of restarts and the wait before each one. The delay doubles from one restart to the
+/// next, up to a minute, and begins again after an attempt that ran for ten minutes.
 class Restarts {
  public:
   using Clock = std::chrono::steady_clock;
@@ -23,7 +23,7 @@ class Restarts {
   /// The attempt has failed. Returns the time to wait before the next one, or nullopt if
   /// refusal() says why there is none.
   std::optional<std::chrono::milliseconds> next(Clock::time_point now);
-  /// Why there is no restart; empty if all of --max-restarts are used up.
+  /// The reason against a restart; empty if all of --max-restarts are used up.
   const std::string& refusal() const { return refusal_; }
   /// "2 of 5": the last restart.
   std::string count() const;

@@ -19,7 +19,7 @@ at::Tensor window(const at::Tensor& flat, int64_t offset, const at::Tensor& like
 
 namespace {
 
-/// Whether equal bytes are equal values.
+/// True if equal bytes are equal values.
 bool same_form(const at::Tensor& gradient, const at::Tensor& window) {
   return gradient.layout() == at::kStrided && gradient.device().is_cpu() &&
          window.device().is_cpu() && detail::is_resolved(gradient) &&

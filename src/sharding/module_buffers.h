@@ -29,7 +29,7 @@ class ModuleBuffers {
   /// values do not count. Autograd's version counters do not change, as batch norm itself does not
   /// change them, so a graph that is kept stays valid. Collective: one call for each dtype.
   void synchronize(ProcessGroup& group, bool has_data = true) const;
-  /// Whether synchronize() is collective.
+  /// True if synchronize() is collective.
   bool synchronizes() const { return rule_ != BufferSync::none && !buffers_.empty(); }
 
   /// For an iteration of a join: `publisher` is a rank with data, whose buffers are broadcast;

@@ -15,7 +15,7 @@ class FileSource {
   explicit FileSource(ProcessGroup group) : group_(std::move(group)) {}
   virtual ~FileSource() = default;
 
-  /// Whether this rank has the file.
+  /// True if this rank has the file.
   virtual bool here(size_t file) const {
     (void)file;
     return true;

@@ -19,7 +19,7 @@ auto uninterrupted(const Call& call) {
   return result;
 }
 
-/// Whether a call that failed with `errno` may succeed if it is made again; waits before that.
+/// True if a call that failed with `errno` may succeed if it is made again; waits before that.
 /// `attempts`: those that are left.
 bool may_pass(int& attempts);
 

@@ -20,7 +20,7 @@ class FolderLock {
   explicit FolderLock(const std::string& folder);
   /// Throws Error if the file was removed, replaced or changed: another process may hold it.
   void check_held() const;
-  /// Whether it is certain that no other process writes in the folder: the lock is held, and the
+  /// True if it is certain that no other process writes in the folder: the lock is held, and the
   /// holder before was on this host or has ended in order.
   bool alone() const { return alone_; }
   ~FolderLock();

@@ -26,7 +26,7 @@ class TorchArchive {
 
   /// "torch file: PATH: ", the beginning of messages.
   const std::string& where() const;
-  /// Whether C++'s torch::save() has written it: the root is a module, not a dict of dicts.
+  /// True if C++'s torch::save() has written it: the root is a module, not a dict of dicts.
   bool of_cpp() const;
   /// The pickle.
   const Values& values() const;

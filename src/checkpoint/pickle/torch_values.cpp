@@ -78,7 +78,7 @@ class Walk {
     return false;
   }
 
-  /// Whether a value that Tessera does not read has tensors anywhere in it.
+  /// True if a value that Tessera does not read has tensors anywhere in it.
   bool hides_tensor(const Value& root) {
     std::vector<Value> left{root};
     std::unordered_set<uint32_t> seen;

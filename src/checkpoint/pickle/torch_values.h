@@ -48,7 +48,7 @@ Value weights_at(const std::string& where, const Values& values, const std::stri
 std::vector<TorchTensor> tensors_in(const std::string& where, const Values& values,
                                     const Value& dict);
 
-/// Whether `value` is what the state_dict() of a torch.optim optimizer returns.
+/// True if `value` is what the state_dict() of a torch.optim optimizer returns.
 bool is_optimizer_state(const Values& values, const Value& value);
 
 /// "values of "argparse.Namespace", "set", which Tessera does not run or read".

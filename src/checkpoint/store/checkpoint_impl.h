@@ -36,7 +36,7 @@ struct Checkpoint::Impl : store::SliceReader {
   /// The manifest's text; "" if it is missing and `or_none`.
   std::string manifest_text(bool or_none) const;
   void parse_manifest(const std::string& text);
-  /// Whether a file is here, with the right size. A missing file is an error unless `or_none`.
+  /// True if a file is here, with the right size. A missing file is an error unless `or_none`.
   bool check_file(const store::FileRecord& file, bool or_none) const;
   void index_slices();
   void find_holders(ProcessGroup group);
@@ -54,7 +54,7 @@ struct Checkpoint::Impl : store::SliceReader {
   const store::FileRecord& record(const std::string& file) const;
   const store::FileRecord& tensor_record(const std::string& file) const;
   FileDescriptor open(const store::FileRecord& file) const;
-  /// Whether the file is on this rank's host.
+  /// True if the file is on this rank's host.
   bool here(const store::FileRecord& file) const;
   /// Reads from here or from another host. Errors name the file.
   int64_t read(const store::FileRecord& file, void* to, size_t count, uint64_t offset) const;

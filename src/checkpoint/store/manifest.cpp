@@ -143,7 +143,7 @@ int64_t count_elements(const std::vector<int64_t>& shape) {
 
 namespace {
 
-/// Whether a tensor of these sizes and strides has its elements side by side, in some order.
+/// True if a tensor of these sizes and strides has its elements side by side, in some order.
 bool are_dense(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides) {
   if (shape.size() != strides.size()) return false;
   std::vector<std::pair<int64_t, int64_t>> by_stride;

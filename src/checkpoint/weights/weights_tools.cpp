@@ -78,7 +78,7 @@ void compare(const at::Tensor& a, const at::Tensor& b, TensorDifference& differe
   difference.largest = distance.masked_select(differs).max().item<double>();
 }
 
-/// Whether this libtorch has the dtype.
+/// True if this libtorch has the dtype.
 bool is_held(const std::string& dtype) { return safetensors::scalar_type(dtype).has_value(); }
 
 void compare_bytes(const at::Tensor& a, const at::Tensor& b, TensorDifference& difference) {

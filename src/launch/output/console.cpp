@@ -44,8 +44,7 @@ bool Console::flush(int interrupt, std::chrono::milliseconds most) {
       const bool ready = sink->wants_write();
       pollfd polled[] = {{ready ? sink->fd() : -1, POLLOUT, 0}, {interrupt, POLLIN, 0}};
       poll(polled, 2, static_cast<int>(std::min<int64_t>(left, ready ? 1000 : 20)));
-      // A signal ends the wait for a reader that does not read; a sink that is writable is still
-      // written.
+      // A signal ends the wait for a reader that does not read. A writable sink is still written.
       if (polled[0].revents != 0) write_some(*sink);
       else if (polled[1].revents != 0) return false;
     }

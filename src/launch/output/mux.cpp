@@ -134,8 +134,8 @@ void Mux::take(Stream& stream, std::string_view bytes) {
   stream.lines.feed(bytes, [&](const std::string& line) {
     if (stream.sink && !stream.passed) stream.sink->line(stream.prefix + line);
   });
-  // The console's reader is gone and there is no log file: closing the pipe lets the rank get
-  // SIGPIPE.
+  // The console's reader has ended and there is no log file: the rank gets SIGPIPE if the pipe
+  // closes.
   if (stream.sink && stream.sink->reader_gone() && !stream.file) end(stream);
 }
 

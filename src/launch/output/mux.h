@@ -50,7 +50,7 @@ class Mux {
   void add_polled(std::vector<pollfd>& polled);
   /// Handles the events of poll(). `first`: the first entry that add_polled() appended last.
   void handle(const pollfd* first);
-  /// When handle() must be called at the latest, even without an event; nullopt: no limit.
+  /// The latest time for the next handle(), even without an event; nullopt: no limit.
   std::optional<Clock::time_point> deadline() const;
 
   /// Reads everything that a rank has written so far.

@@ -12,7 +12,7 @@ namespace {
 
 constexpr auto kMaxHold = std::chrono::seconds(1);
 constexpr auto kRetry = std::chrono::milliseconds(20);
-// A reader that reads less in a second does not hold up the ranks.
+// The ranks do not wait for a reader that reads less in a second.
 constexpr size_t kLeastRead = 64 << 10;
 // A pipe that poll() reports as writable accepts this many bytes without blocking.
 constexpr size_t kWriteSize = 4096;

@@ -39,19 +39,20 @@ class Sink {
   bool pending() const { return !closed_ && written_ < queue_.size(); }
   /// True if poll() is to report when the descriptor is writable.
   bool wants_write() const { return pending() && Clock::now() >= retry_at_; }
-  /// True if so much is queued that writers must wait, for a second at most if nobody reads.
+  /// True if writers must wait because of the length of the queue, at most a second if nobody
+  /// reads.
   bool full() const { return slow_.full_since && !slow_.drops; }
   /// True if a write has failed. Further output is dropped.
   bool closed() const { return closed_; }
-  /// True if the reader of a pipe or socket is gone. The ranks are to get SIGPIPE then, but not
-  /// after any other failure, such as a full disk.
+  /// True if the reader of a pipe or socket has ended. The ranks then get SIGPIPE; after any other
+  /// failure, such as a full disk, they do not.
   bool reader_gone() const { return error_ == EPIPE; }
-  /// The errno of a failed write, unless the reader is gone. Returned once; otherwise 0.
+  /// The errno of a failed write, unless the reader has ended. Returned once; otherwise 0.
   int take_error();
 
   /// Writes a part of the queue. Call it when poll() reports the descriptor as writable.
   void write_some();
-  /// When tick() must be called at the latest; nullopt: no limit.
+  /// The latest time for the next tick(); nullopt: no limit.
   std::optional<Clock::time_point> deadline() const;
   /// Writes waiting lines and drops output whose deadline has passed.
   void tick(Clock::time_point now);
@@ -63,7 +64,7 @@ class Sink {
   static constexpr size_t kFull = 1 << 20;
 
   struct SlowReader {
-    std::optional<Clock::time_point> full_since;  ///< Since then the reader has read little.
+    std::optional<Clock::time_point> full_since;  ///< Start of the slow reading.
     size_t read = 0;                              ///< Bytes since full_since.
     bool drops = false;                           ///< Output is dropped.
     size_t dropped = 0;

@@ -12,7 +12,7 @@ namespace {
 
 // A request that needs longer is sent again over a new connection: the cable may have been cut.
 constexpr std::chrono::milliseconds kAnswer{2000};
-// In this time a launcher that runs writes again.
+// Within this time a running launcher writes again.
 constexpr std::chrono::milliseconds kRivalWrites{2500};
 
 constexpr const char* kSameVersion = "expected the same version of tessera on every host";
@@ -76,7 +76,7 @@ void Contact::connect() {
   link_.emplace(place_, Clock::now() + limit, met_);
 }
 
-/// A second launcher with the same node rank would take turns with the first one in one document.
+/// Two launchers with the same node rank would overwrite each other's document.
 void Contact::check_alone(const NodeDocument& own) {
   if (checked_) return;
   const auto bytes = read(key_of(own.node));

@@ -21,9 +21,9 @@ class Contact {
   /// On node 0 serves the store. Throws UsageError. Does not connect.
   Contact(const LaunchOptions& options, const std::string& settings);
 
-  /// Writes what this launcher does and returns node 0's order; nullopt if node 0 does not answer
-  /// now, or has given none. On node 0 also reads the documents of the others and decides. Blocks
-  /// for at most about two seconds. Throws BrokenWorldError if node 0 was silent for
+  /// Writes this launcher's state and returns node 0's order; nullopt if node 0 does not answer
+  /// now, or has given no order. On node 0 also reads the documents of the others and decides.
+  /// Blocks for at most about two seconds. Throws BrokenWorldError if node 0 was silent for
   /// --rejoin-timeout or its launcher has ended, UsageError if another launcher has this node rank.
   std::optional<Order> exchange(const NodeDocument& own);
   /// On node 0: no other launcher needs the store any more. Elsewhere true.
@@ -36,7 +36,7 @@ class Contact {
   std::string ask(const comm::StoreMessage& request);
   void check_alone(const NodeDocument& own);
   void lead();
-  /// `advice`: what the user should do, or what was expected.
+  /// `advice`: the action for the user, or the expected value.
   [[noreturn]] void give_up(const std::string& reason, const std::string& advice) const;
   /// Node 0 was silent for too long; `cause` is the failure of the last request.
   [[noreturn]] void give_up_waiting(const std::string& cause) const;

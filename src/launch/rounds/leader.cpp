@@ -7,7 +7,7 @@ namespace {
 
 using End = NodeDocument::End;
 
-/// A launcher that writes this often is there; without a longer cut it writes far more often.
+/// A launcher that writes this often is not lost; over a sound network it writes far more often.
 constexpr std::chrono::milliseconds kPresent{3000};
 
 std::string list_nodes(const std::set<int>& nodes) {
@@ -189,7 +189,7 @@ void Leader::decide(Clock::time_point now) {
     const std::string on = " on " + name_of_node(document.node, document.host);
     if (document.end == End::stopped) stopped = document.text + on;
     if (document.end != End::failed) continue;
-    // Where a failure began, says more than its consequence on another host.
+    // The origin of a failure says more than its consequence on another host.
     if (document.cause_known && failure_.empty()) failed = document.text + on;
     final = final || document.final;
   }

@@ -10,15 +10,15 @@
 
 namespace tessera::launch {
 
-/// The decisions of node 0, without threads and sockets: documents and the time in, an order out.
+/// The decisions of node 0, without threads and sockets: from documents and the time to an order.
 ///
 ///   gathering --all expected hosts are ready, or at least MIN and the others lost--> running
 ///   running --a failure, a stop, a further host, a lost host--> ending
 ///   running --all ranks ended with code 0--> over
 ///   ending --all hosts of the round have ended it, or are lost--> gathering or over
 ///
-/// A host is lost when its launcher has left, has been started anew, or has not been heard of for
-/// --rejoin-timeout. Hosts are expected if they were in the last round; all MAX in the first one.
+/// A host is lost when its launcher has left, was started again, or was silent for
+/// --rejoin-timeout. Hosts of the last round are expected; in the first round all MAX hosts are.
 class Leader {
  public:
   using Clock = Restarts::Clock;
@@ -49,7 +49,7 @@ class Leader {
 
   const Known* known(int node) const;
   bool heard_within(int node, std::chrono::milliseconds time, Clock::time_point now) const;
-  /// Why a host of the round is lost; empty if it is not.
+  /// The reason why a host of the round is lost; empty if it is not.
   std::string loss_of(size_t place, Clock::time_point now) const;
   bool has_ended(size_t place) const;
   std::set<int> ready(Clock::time_point now) const;
@@ -63,7 +63,7 @@ class Leader {
   std::set<int> expected_;
   Clock::time_point not_before_;
   Restarts restarts_;
-  std::string failure_;  ///< Of the round, if a host was lost.
+  std::string failure_;  ///< The end of the round, if a host was lost.
   Order order_;
 };
 

@@ -73,7 +73,7 @@ void Meeting::run() {
   }
 }
 
-/// Writes and reads once, without the lock meanwhile.
+/// Writes and reads once, and does not hold the lock meanwhile.
 void Meeting::publish(std::unique_lock<std::mutex>& lock) {
   changed_ = false;
   ++own_.beat;

@@ -16,13 +16,13 @@ namespace tessera::launch {
 
 class Contact;
 
-/// This launcher's part in the meeting of the launchers of several hosts: it writes what this host
-/// does into the store of node 0 and reads the orders, in a thread of its own. On node 0 it also
+/// This launcher's part in the meeting of the launchers of several hosts: it writes this host's
+/// state into the store of node 0 and reads the orders, in a thread of its own. On node 0 it also
 /// serves the store, at --master-port + 1, and gives the orders (Leader).
 class Meeting : public RoundOrders {
  public:
-  /// Returns at once, except on node 0, which begins to serve. Throws UsageError if it cannot, and
-  /// for a secret that cannot be read.
+  /// Returns at once, except on node 0, which first begins to serve. Throws UsageError if it cannot
+  /// serve or cannot read the secret.
   explicit Meeting(const LaunchOptions& options);
   /// Tells the others that this launcher ends. Node 0 waits a few seconds for those that read its
   /// last order. If node 0 does not answer, it blocks for two seconds.
@@ -39,7 +39,7 @@ class Meeting : public RoundOrders {
   /// The loss of node 0 is an order of kind fail.
   std::optional<Order> end_of_round() override;
 
-  /// This host's node rank in the round that is to be started; -1 if it takes no part in `order`.
+  /// This host's node rank in the round that is to be started; -1 if `order` does not include it.
   int place_in(const Order& order) const;
   /// A round has begun here.
   void begin(int round);

@@ -50,7 +50,7 @@ bool reports_stop(const Exit& exit) {
   return exit.by_error() && exit.report && exit.report->kind == Report::Kind::stop;
 }
 
-/// The first failure that is no consequence, deaths by a signal before others.
+/// The first failure that is not a consequence; deaths by a signal come before others.
 std::optional<Cause> own_failure(const std::vector<Exit>& failures) {
   const Exit* best = nullptr;
   for (const Exit& exit : failures) {
@@ -75,7 +75,7 @@ std::optional<Cause> request_to_stop(const std::vector<Exit>& failures) {
   return cause;
 }
 
-/// Where the reports of the consequences lead to.
+/// The ranks to which the reports of the consequences lead.
 struct Named {
   std::vector<const RankState*> here;  ///< Ranks of this host that have not failed.
   std::set<int> elsewhere;
@@ -125,7 +125,7 @@ std::optional<Cause> find_cause(const std::vector<RankState>& ranks, bool final)
   const Named named = follow(ranks, failures);
   std::vector<const RankState*> all;
   for (const RankState& state : ranks) all.push_back(&state);
-  // Without names any rank may be meant.
+  // A report without names may mean any rank.
   const auto& suspects = named.any ? named.here : all;
   if (const auto* state = first_stopped(suspects)) return of_rank(Kind::stopped, *state, first);
   if (const auto* state = first_that_left(suspects, first))

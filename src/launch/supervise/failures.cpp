@@ -154,7 +154,7 @@ void Supervisor::reap_orphans() const {
   }
 }
 
-/// Other ranks may not notice a stopped one for long: while they write a checkpoint, or after the
+/// Other ranks may take long to notice a stopped one: while they write a checkpoint, or after the
 /// last collective.
 void Supervisor::report_stopped() {
   for (const RankState& state : states()) {
@@ -170,7 +170,7 @@ void Supervisor::report_stopped() {
   }
 }
 
-/// When a stopped rank has been stopped for too long, if another one is not stopped.
+/// The time at which a stop has lasted too long, if another rank is not stopped.
 std::optional<Clock::time_point> Supervisor::end_of_stop() const {
   std::optional<Clock::time_point> first;
   bool others = false;
@@ -195,7 +195,7 @@ void Supervisor::end_stopped() {
 }
 
 void Supervisor::report() const {
-  // Only now it is known which of the ranks got the signal.
+  // Until now the rank that got the signal was unknown.
   if (cause_->kind == Cause::Kind::request) return say(describe(*find_cause(states(), true)));
   if (interrupted_by_ || inherits_) return;
   auto lines = mux_.last_lines(cause_->rank - global_rank(around_.options, 0));

@@ -18,19 +18,19 @@ struct MemoryUse {
 /// Tells whether memory ran out. The launcher and its ranks are in one control group.
 class MemoryWatch {
  public:
-  /// Remembers how many processes the kernel has killed for memory so far. `cgroups`: where the
-  /// control groups are mounted; `own`: the file that names those of this process; `vmstat`: the
-  /// counters of the whole host, used if the control group has none.
+  /// Remembers the number of processes that the kernel has killed for memory so far. `cgroups`:
+  /// where the control groups are mounted; `own`: the file that names those of this process;
+  /// `vmstat`: the counters of the whole host, used if the control group has none.
   explicit MemoryWatch(const std::string& cgroups = "/sys/fs/cgroup",
                        const std::string& own = "/proc/self/cgroup",
                        const std::string& vmstat = "/proc/vmstat");
 
-  /// Words about the end of a rank if memory ran out, else "": the kernel killed it, or its last
+  /// A text about the end of a rank if memory ran out, else "": the kernel killed it, or its last
   /// lines are the error of an allocation. They name the limit and the rank's peak.
   std::string explain(const Exit& exit, const std::deque<std::string>& last_lines,
                       const MemoryUse& use) const;
 
-  /// How many processes the kernel has killed for memory since the construction.
+  /// The number of processes that the kernel has killed for memory since the construction.
   int64_t kills() const;
   /// The smallest limit of the control group and those above it, in bytes; nullopt: none.
   std::optional<int64_t> limit() const;

@@ -35,8 +35,8 @@ std::set<int> named_ranks(const LaunchOptions& options) {
   return result;
 }
 
-/// The number of open descriptors below `end`. Only the first 1024 are checked: a launcher that has
-/// descriptors above that has no small limit.
+/// The number of open descriptors below `end`. Only the first 1024 are checked: a launcher with
+/// descriptors above these has no small limit.
 int64_t open_below(rlim_t end) {
   int64_t count = 0;
   for (int fd = 0; fd < static_cast<int>(std::min<rlim_t>(end, 1024)); ++fd)

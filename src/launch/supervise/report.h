@@ -12,17 +12,17 @@
 
 namespace tessera::launch {
 
-/// How a rank ended.
+/// The end of a rank.
 struct Exit {
   int rank = 0;
   int local_rank = 0;
   pid_t pid = 0;
   int order = 0;  ///< Position among the ends that the launcher has detected.
-  int code = 0;   ///< When signal is 0.
+  int code = 0;   ///< Valid if signal is 0.
   int signal = 0;
   bool dumped = false;       ///< It wrote a core file.
   bool by_launcher = false;  ///< It ended after the launcher had signalled it.
-  std::string memory;        ///< What is known about its end if memory ran out; else empty.
+  std::string memory;        ///< A text about its end if memory ran out; else empty.
   /// Its own report about its end; nullopt if it reported nothing, or died by a signal other than
   /// abort()'s.
   std::optional<detail::RankReport> report;

@@ -1,4 +1,4 @@
-// The rounds of several hosts whose launchers meet: each is an attempt on the hosts that take part.
+// The rounds of several hosts whose launchers meet: each is an attempt on the hosts of the round.
 #include <exception>
 
 #include <poll.h>
@@ -27,7 +27,7 @@ std::string reason_of(const Cause& cause) {
   return "the failure began on " + list_ranks(cause.others) + ", and " + end;
 }
 
-/// Tells the other hosts how this one ended a round.
+/// Tells the other hosts the end of a round on this one.
 void report_end(Meeting& meeting, const Outcome& outcome) {
   const auto& cause = outcome.cause;
   const bool requested = cause && cause->kind == Cause::Kind::request;

@@ -13,7 +13,7 @@
 namespace tessera::launch {
 namespace {
 
-// With the grace of a failure below 5 s, within which all ranks must have ended.
+// Together with the grace of a failure it is below 5 s, the limit for the end of all ranks.
 constexpr auto kTermination = std::chrono::seconds(2);
 // SIGKILL takes effect at once, unless a process hangs in the kernel.
 constexpr auto kKilling = std::chrono::seconds(5);
@@ -96,8 +96,8 @@ void Supervisor::watch() {
   std::vector<pollfd> polled;
   while (alive() > 0 && phase_ != Phase::Lost) {
     wait_for_events(polled);
-    // Signals first, because ranks that ended by the same request to stop have not failed. Then
-    // exits, because reading much output must not delay them.
+    // Signals come first, because ranks that ended by the same request to stop have not failed.
+    // Exits come next, because long output must not delay them.
     for (int number : around_.signals.take()) on_signal(number);
     collect_exits();
     mux_.handle(polled.data() + 1 + ranks_.size());
@@ -194,8 +194,8 @@ void Supervisor::on_deadline() {
   }
 }
 
-/// Another host may end the round. If the ranks of this one are ending anyway, nothing is to be
-/// done.
+/// Another host may end the round. If the ranks of this host are ending already, nothing needs to
+/// be done.
 void Supervisor::follow_order() {
   if (phase_ != Phase::Running) return;
   const auto order = around_.orders.end_of_round();

@@ -15,14 +15,14 @@
 
 namespace tessera::launch {
 
-/// How one attempt ended.
+/// The end of one attempt.
 struct Outcome {
   int exit_code = 0;
-  std::optional<Cause> cause;  ///< What ended the attempt, if it failed or was interrupted.
+  std::optional<Cause> cause;  ///< The cause of the end, if the attempt failed or was interrupted.
   bool interrupted = false;    ///< A signal requested the launcher to end.
   bool asked = false;          ///< A signal to the launcher requested an end at once.
   bool ordered = false;        ///< The order of another host's launcher ended the attempt.
-  std::string not_started;     ///< Why the program could not be executed; empty if it could.
+  std::string not_started;     ///< The reason against executing the program; or empty.
 };
 
 /// The objects that supervisors of successive attempts share.
@@ -38,7 +38,7 @@ struct Surroundings {
 
 /// Starts the ranks of one attempt and supervises them until the last one has ended. A failure is
 /// reported at once as the root cause, unless it is a consequence of another failure: then the
-/// supervisor waits for that one during phase Grace, and find_cause() decides.
+/// supervisor waits for the other one during phase Grace, and find_cause() decides.
 ///
 ///   Running --failure--> Grace --1.5 s--> Terminating (SIGTERM) --2 s--> Killing (SIGKILL)
 ///   Running --signal---> Interrupted --the user's grace, or a later second signal--> Killing
@@ -57,7 +57,7 @@ class Supervisor {
     Child child;
     std::optional<Exit> exit = std::nullopt;
     std::optional<Clock::time_point> stopped_since =
-        std::nullopt;  ///< By SIGSTOP, as of the last SIGCHLD.
+        std::nullopt;  ///< Stopped by SIGSTOP, as of the last SIGCHLD.
   };
 
   void start_ranks();
@@ -107,11 +107,11 @@ class Supervisor {
   Phase phase_ = Phase::Running;
   std::optional<Clock::time_point> deadline_;
   MemoryWatch memory_;
-  int ended_ = 0;               ///< How many ranks have ended.
-  std::optional<Cause> cause_;  ///< Once it has been reported.
+  int ended_ = 0;               ///< The number of ranks that have ended.
+  std::optional<Cause> cause_;  ///< Set once it has been reported.
   int interrupted_by_ = 0;
   bool ordered_ = false;  ///< An order ends the ranks.
-  /// When the first signal arrived that requests an end.
+  /// The time of the first signal that requests an end.
   std::optional<Clock::time_point> stop_requested_at_;
   bool terminal_given_ = false;
 };

@@ -35,7 +35,7 @@ class GradientPlaceholders : public PageOwner {
     for (size_t i = 0; i < entries_.size(); ++i)
       if (take_removed(i)) cleared(i);
   }
-  /// Whether the program has removed the placeholder of parameter i since show(). True once.
+  /// True if the program has removed the placeholder of parameter i since show(). True once.
   bool take_removed(size_t parameter);
   /// The error if the program has set `.grad` of parameter i, which would not reach the gradient of
   /// the shard; "" if it has not.

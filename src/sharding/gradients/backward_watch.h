@@ -44,7 +44,7 @@ class BackwardWatch {
   void begin();
   bool running() const;
 
-  /// Whether `arrived` is the only one that autograd tells of gradients of `parameter`.
+  /// True if `arrived` is the only one that autograd tells of gradients of `parameter`.
   static bool is_alone(const at::Tensor& parameter);
 
   /// True if this thread is evaluating a graph.

@@ -22,7 +22,7 @@ class ForwardWrites {
   /// UsageError on every rank if the ranks have other values of a parameter that was written since
   /// begin(). Collective if this rank has written one; if others have not, all get an error, too.
   void compare(const std::string& component, ProcessGroup group);
-  /// Whether this rank has written parameter i since begin(). Local.
+  /// True if this rank has written parameter i since begin(). Local.
   bool written(size_t parameter) const;
   /// compare() of one parameter, whether or not this rank has written it. Collective.
   void compare(const std::string& component, ProcessGroup group, size_t parameter) const;

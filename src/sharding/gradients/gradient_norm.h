@@ -23,7 +23,7 @@ class GradientNorm {
   at::Tensor local(at::Device device) const;
   /// The norm of all ranks' parts, likewise. `device` has the same type on all ranks. Collective.
   at::Tensor total(ProcessGroup& group, at::Device device);
-  /// Whether any rank had a part; with an accelerator whether this rank had. Valid after total().
+  /// True if any rank had a part; with an accelerator whether this rank had. Valid after total().
   bool any() const { return any_; }
 
  private:

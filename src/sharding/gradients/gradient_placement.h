@@ -55,7 +55,7 @@ class GradientPlacement {
   std::shared_ptr<State> state_;
 };
 
-/// Whether a window of this size that begins `offset` bytes after aligned memory can be used.
+/// True if a window of this size that begins `offset` bytes after aligned memory can be used.
 bool may_be_window(int64_t offset, size_t bytes);
 
 /// True if both have the same elements in the same memory.

@@ -27,7 +27,7 @@ class GradientWire {
   void commit() {
     for (auto& [bucket, feedback] : feedback_) feedback.commit();
   }
-  /// Whether a step has used what was reduced since the last call, or it was dropped. Local.
+  /// True if a step has used what was reduced since the last call, or it was dropped. Local.
   void end_step(bool used) {
     for (auto& [bucket, feedback] : feedback_) used ? feedback.accept() : feedback.discard();
   }

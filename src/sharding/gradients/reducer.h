@@ -128,9 +128,9 @@ class Reducer {
   std::vector<size_t> arrival_order() const;
   /// Parameters that have arrived in the current backward. For use in start() and finish().
   const std::vector<size_t>& arrived() const { return tracker_.order(); }
-  /// Whether any rank had a gradient for the parameter in the last reduction.
+  /// True if any rank had a gradient for the parameter in the last reduction.
   bool used(size_t parameter) const { return used_.empty() || used_[parameter]; }
-  /// Whether this rank has a gradient for the parameter. For use in start() and finish().
+  /// True if this rank has a gradient for the parameter. For use in start() and finish().
   bool has_gradient(size_t parameter) const { return !missing_[parameter]; }
   /// With caller_tracks_use, in finish(): some rank had a gradient, so this rank gets the result.
   void set_used(size_t parameter) { used_[parameter] = true; }

@@ -45,7 +45,7 @@ class SharedParameters : public PageOwner {
   /// Gives a parameter in the shared memory a copy of this rank's own. Local.
   void take_out(at::Tensor parameter);
 
-  /// Whether anything was placed.
+  /// True if anything was placed.
   bool any() const { return bytes_ > 0; }
   /// This rank's equal part of the bytes of the host's copy.
   int64_t own_bytes() const;

@@ -124,7 +124,7 @@ class GivenSlices {
   std::unordered_set<const StateSlice*> twice_;
 };
 
-/// Whether the slice has state of an optimizer, beside kWireResidual, which is the wrapper's.
+/// True if the slice has state of an optimizer, beside kWireResidual, which is the wrapper's.
 bool has_state(const StateSlice& slice) {
   return slice.state.tensors.size() > slice.state.tensors.count(sharding::kWireResidual) ||
          !slice.state.scalars.empty();

@@ -32,7 +32,7 @@ std::vector<double> ratio(const at::Tensor& total) {
   return {total[0].item<double>() / total[1].item<double>()};
 }
 
-/// The targets that count, with one row of scores each. Classes are the last dimension of
+/// The targets that are not ignored, with one row of scores each. Classes are the last dimension of
 /// sequences of predictions and the second of other predictions, as in the loss cross_entropy.
 struct Labels {
   at::Tensor scores, classes;
@@ -174,7 +174,7 @@ Metric read_mean_iou(OptionReader& options) {
           }};
 }
 
-/// Prediction and targets, one number for each other. They are never broadcast.
+/// Predictions and targets, with equal numbers of elements. They are never broadcast.
 std::pair<at::Tensor, at::Tensor> values_of(const at::Tensor& prediction, const Batch& batch) {
   const at::Tensor& targets = batch.targets;
   if (!targets.defined() || prediction.squeeze().sizes() != targets.squeeze().sizes())

@@ -31,7 +31,7 @@ std::string path_of(const std::string& path, const std::string& name) {
   return file.string();
 }
 
-/// Without a section of its own a model is wrapped as the section of the run says.
+/// A model without a section of its own is wrapped by the section of the run.
 void read_own_parallel(OptionReader& keys, const ParallelConfig& run, ParallelConfig& own) {
   own.type = run.type;
   own.plan = run.plan;

@@ -7,8 +7,8 @@ namespace {
 
 using Kind = ConfigNode::Kind;
 
-/// Reads lr_mult, decay_mult and any option of the optimizer, of which only those in `node` are
-/// kept. `base`: the options of the optimizer, so that options are checked together with them.
+/// Reads lr_mult, decay_mult and any option of the optimizer, and keeps only the options in `node`.
+/// `base`: the options of the optimizer, so that options are checked together with them.
 ParamwiseCustomKey read_custom_key(const ConfigNode& node, const std::string& type,
                                    const OptionMap& base, std::vector<std::string> path) {
   ConfigNode merged = options_node(base, node.where);

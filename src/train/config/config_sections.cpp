@@ -233,7 +233,7 @@ void check_local_sgd(const Config& config) {
                      groups + "expected error or drop");
 }
 
-/// What rankings compare is evaluated.
+/// Evaluations must compute the figure that rankings compare.
 void check_rankings(const Config& config) {
   std::vector<std::string> figures{"loss"};
   for (const auto& metric : config.metrics)
@@ -272,7 +272,7 @@ void read_config(OptionReader& keys, Config& config) {
   else keys.require("model", "a map: which model to train");
   if (!several && keys.given("train_step"))
     keys.fail("train_step", "trains several models; expected models in place of model");
-  const bool datasets = keys.has("data");  // without, the samples come from a program
+  const bool datasets = keys.has("data");  // without it, the samples come from a program
   if (!several && !keys.has("parallel"))
     keys.require("optimizer", "a map: the optimizer and its options");
   if (datasets) keys.require("train", "a map: steps, global_batch and outputs");

@@ -27,12 +27,12 @@ void read_ranking(OptionReader& keys, Ranking& ranking);
 /// UsageError for a config without datasets.
 void require_datasets(const Config& config);
 
-/// The keys `type` and those of the type.
+/// The key `type` and the keys of the type.
 void read_wrapper(OptionReader& keys, ParallelConfig& parallel);
 
-/// Section models. The sections that all models share are read before, but for data and train.
+/// Section models. The sections that all models share, except data and train, are read before.
 void read_models(OptionReader& keys, Config& config);
-/// What follows for the models from data and train.
+/// The values of the models that follow from data and train.
 void finish_models(Config& config);
 /// UsageError for keys at the top level, and in section train, that models have themselves.
 void refuse_beside_models(OptionReader& keys);

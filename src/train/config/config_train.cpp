@@ -172,7 +172,7 @@ void read_ranking(OptionReader& keys, Ranking& ranking) {
   const bool other = keys.given("metric");
   keys.read("metric", ranking.metric,
             "figure of the evaluation that is compared: loss, or one of the metrics");
-  // A default would keep the worst for half of the metrics.
+  // With a default, half of the metrics would keep the worst.
   if (other && ranking.metric != "loss") keys.require("mode", "max or min");
   keys.read_enum("mode", ranking.larger, {{"min", false}, {"max", true}},
                  "which values are better");

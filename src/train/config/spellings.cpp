@@ -20,7 +20,7 @@ constexpr const char* kZero = "ZeroRedundancyOptimizer";
 struct Spelling {
   const char* type;  ///< parallel.type
   const char* key;
-  const char* other;  ///< what is said of it
+  const char* other;  ///< the text about it
 };
 
 /// Keys that stand for another one. The lists of several keys are joined.
@@ -89,7 +89,7 @@ constexpr Hint kForeignKeys[] = {
     {"train.accumulative_counts", "accumulation"},
     {"train.clip_grad", "clip_grad_norm or clip_grad_value"}};
 
-/// Names of their components. One that the program has registered is its own.
+/// Names of their components. A name that the program has registered is its own.
 constexpr Hint kForeignTypes[] = {
     {"OptimWrapper", "the optimizer itself"},
     {"OptimWrapperDict", "section models, with an optimizer for each"},
@@ -143,7 +143,8 @@ void refuse_type(const ConfigNode& node, const std::string& path) {
       fail_at(node, path, type + " is a name of PyTorch or mmengine; expected " + own);
 }
 
-/// The names of components in `node`: keys `type`, and names alone. `key` and `path`: of `node`.
+/// The names of components in `node`: keys `type`, and names alone. `key` and `path` are those of
+/// `node`.
 void refuse_types(const ConfigNode& node, const std::string& key, const std::string& path) {
   constexpr std::string_view kNames[] = {"type", "hooks", "metrics", "wrap_policy", "loss"};
   if (node.kind == Kind::Scalar && std::count(std::begin(kNames), std::end(kNames), key) > 0)

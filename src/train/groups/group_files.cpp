@@ -35,7 +35,7 @@ void load_parameters(int group, std::vector<StateSlice>& slices,
   for (size_t i = 0; i < shards.size(); ++i) {
     auto& tensors = slices[i].state.tensors;
     const auto saved = tensors.find(kParameter);
-    if (saved == tensors.end()) continue;  // was frozen, and so is that of group 0
+    if (saved == tensors.end()) continue;  // was frozen, as in group 0
     const at::Tensor own = shards[i].tensor.detach();
     own.copy_(in_form_of(own, saved->second, slices[i]));
     tensors.erase(saved);

@@ -15,7 +15,7 @@
 
 namespace tessera::train {
 
-/// The group of a run that had `groups` groups from whose state group `number` goes on.
+/// The group, of a run that had `groups` groups, from whose state group `number` continues.
 inline int group_to_resume(int number, int groups) { return number % groups; }
 
 std::string slice_set_of(int group);
@@ -23,11 +23,11 @@ std::string state_file_of(int group);
 
 // The following do nothing for group 0.
 
-/// Adds the parameters of `shards` to their `slices`, one for each.
+/// Adds the parameters of `shards` to `slices`, one for each shard.
 void add_parameters(int group, const std::vector<ParameterShard>& shards,
                     std::vector<StateSlice>& slices);
-/// Takes them from loaded `slices`, one for each of `shards`, and writes them to the shards. A
-/// shard whose slice has none stays as it is.
+/// Takes the parameters from loaded `slices`, one for each of `shards`, and writes them to the
+/// shards. A shard whose slice has none stays as it is.
 void load_parameters(int group, std::vector<StateSlice>& slices,
                      const std::vector<ParameterShard>& shards);
 /// On one rank of each group.

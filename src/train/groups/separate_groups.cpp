@@ -21,7 +21,7 @@ constexpr const char* kUnderWay = "under_way";
 
 std::string outer_set_of(int group) { return fmt::format("outer-{:05d}", group); }
 
-/// Whether it is an entry of LocalSgd::state_dict() with elements.
+/// True if it is an entry of LocalSgd::state_dict() with elements.
 bool has_elements(const std::string& name) { return name != "steps" && name != "synchronizations"; }
 
 void add(const CommStats& from, CommStats& to) {
@@ -41,12 +41,13 @@ LocalSgdGroups divide(const Config& config, ProcessGroup& all) {
   if (groups > 0 && all.size() % groups != 0)
     throw UsageError(fmt::format("{}{} with {} rank{}; expected a divisor of the number of ranks",
                                  place, groups, all.size(), all.size() == 1 ? "" : "s"));
-  // A run may shrink to one host, and goes on there.
+  // A run may shrink to one host and continue there.
   if (groups == 0 && all.same_host()) return local_sgd_groups(all, all.size());
   return named(place, [&] { return local_sgd_groups(all, groups > 0 ? all.size() / groups : 0); });
 }
 
-/// With one group, as of a run that has shrunk to one host, only the outer optimizer remains.
+/// With one group, for example after a run has shrunk to one host, only the outer optimizer
+/// remains.
 class SeparateGroups : public TrainingGroups {
  public:
   SeparateGroups(const Config& config, const ProcessGroup& all);
@@ -82,7 +83,7 @@ class SeparateGroups : public TrainingGroups {
   Json description() const;
 
   const Config& config_;
-  ProcessGroup outer_;  // the ranks with this rank's place in their groups
+  ProcessGroup outer_;  // the ranks with this rank's number in their groups
   std::optional<LocalSgd> local_;
   bool asked_ = false;  // for the end
 };
@@ -114,7 +115,7 @@ std::string SeparateGroups::label() const {
                      fmt::join(ranks, ", "));
 }
 
-/// That of all ranks, of inner() and between the groups together.
+/// The traffic of all ranks, of inner() and between the groups together.
 CommStats SeparateGroups::stats() const {
   CommStats sum = all_.stats();
   add(inner_.stats(), sum);
@@ -187,7 +188,7 @@ void SeparateGroups::end_all(const std::string& reason, const std::vector<int>& 
     if (inner_.rank() == 0) ProcessGroup(all_).fail(text);
     ProcessGroup(inner_).barrier("end of the run");
   } catch (const UsageError&) {
-    // That of fail(), which adds the rank.
+    // The text of fail(), which adds the rank.
   }
   throw AgreedError(text);
 }

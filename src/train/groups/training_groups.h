@@ -17,9 +17,9 @@
 namespace tessera::train {
 
 /// The ranks that train together in each step. This class is the plain case: all ranks are one
-/// group. Those of parallel.local_sgd, which meet every few steps, derive from it
-/// (separate_groups.cpp). Group 0 has the run's rank 0; its parameters are those that are written
-/// to files. Local, unless stated otherwise.
+/// group. The class for parallel.local_sgd, whose groups meet every few steps, derives from it
+/// (separate_groups.cpp). Group 0 has the run's rank 0; its parameters are written to files. Local,
+/// unless stated otherwise.
 class TrainingGroups {
  public:
   explicit TrainingGroups(ProcessGroup all) : all_(std::move(all)), inner_(all_) {}
@@ -35,7 +35,7 @@ class TrainingGroups {
   /// "2 groups of 4 ranks".
   std::string describe() const;
 
-  /// What the first line of the run says of groups, after a comma.
+  /// The part of the run's first line about groups, after a comma.
   virtual std::string note() const { return ""; }
   /// "group 1 (ranks 2, 3): ", the beginning of a message that only this group has; empty if there
   /// are no others.
@@ -51,19 +51,19 @@ class TrainingGroups {
   /// Gives all groups the parameters of group 0. `wrapper` must live longer. Collective.
   virtual void start(ModelWrapper& wrapper) { (void)wrapper; }
   /// Call it after each step, also after one without an update; `steps` have been done. `flags` are
-  /// sums over inner(), and become sums over all ranks where the groups meet, and zeros elsewhere.
-  /// Returns whether a group has asked for the end. Collective where the groups meet.
+  /// sums over inner(). In a step where the groups meet they become sums over all ranks, otherwise
+  /// zeros. Returns whether a group has asked for the end. Collective where the groups meet.
   virtual bool end_step(std::vector<double>& flags, int64_t steps) {
     (void)flags, (void)steps;
     return false;
   }
-  /// All ranks of inner() ask for the end. Returns whether it comes at once.
+  /// All ranks of inner() ask for the end. Returns true if the run ends at once.
   virtual bool ask_to_stop() { return true; }
   /// Makes the parameters of all groups equal, unless the last step has. Collective.
   virtual void synchronize() {}
   /// Runs `part` on the ranks of group 0 while the others wait, for up to 30 minutes longer than
-  /// usual. `part` throws on all ranks of group 0 or on none; then AgreedError on all ranks.
-  /// Collective.
+  /// usual. `part` must throw on all ranks of group 0 or on none; if it does, AgreedError on all
+  /// ranks. Collective.
   virtual void in_first(const std::function<void()>& part) const { part(); }
   /// The means of `figures` over the groups; the same bits on all ranks. Collective.
   virtual std::map<std::string, double> mean(std::map<std::string, double> figures) const {
@@ -76,17 +76,17 @@ class TrainingGroups {
   virtual void end_all(const std::string& reason, const std::vector<int>& ranks) const {
     (void)reason, (void)ranks;
   }
-  /// Whether a group has called end_all().
+  /// True if a group has called end_all().
   virtual bool ended() const { return false; }
 
-  /// Adds what the groups have between them to a checkpoint, and returns a description for load();
-  /// null: nothing. Collective.
+  /// Adds the state between the groups to a checkpoint, and returns a description for load(); null:
+  /// there is none. Collective.
   virtual nlohmann::ordered_json save(CheckpointWriter& writer) {
     (void)writer;
     return {};
   }
   /// Loads the state of the group `from` of the run that wrote the checkpoint. `saved`: the result
-  /// of save(), or null. If it is of another outer optimizer or wire, a new state begins after
+  /// of save(), or null. If `saved` is of another outer optimizer or wire, a new state begins after
   /// `steps` steps, and the result is false.
   virtual bool load(const Checkpoint& checkpoint, const nlohmann::ordered_json& saved, int from,
                     int64_t steps) {

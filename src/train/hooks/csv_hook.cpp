@@ -108,7 +108,7 @@ class CsvHook : public RunHook {
       throw Error(path_ + ": cannot write: " + std::strerror(errno));
   }
 
-  /// Those that hooks of this process write.
+  /// The files that hooks of this process write.
   static std::set<std::string>& paths() {
     static auto& all = *new std::set<std::string>();  // never destroyed: hooks may outlive it
     return all;

@@ -17,8 +17,8 @@ namespace tessera::train {
 /// session_log 7 {status 1}. Local.
 class EventFile {
  public:
-  /// Makes the folder, and in it a file of a new name. TensorBoard ignores what earlier files of
-  /// the folder have of `first_step` and later steps. Throws Error.
+  /// Makes the folder, and in it a file of a new name. TensorBoard then ignores `first_step` and
+  /// later steps in earlier files of the folder. Throws Error.
   EventFile(const std::string& folder, int64_t first_step);
 
   const std::string& path() const { return path_; }

@@ -49,7 +49,7 @@ Histogram histogram_of(const at::Tensor& row, const at::Tensor& bounds) {
     result.min = -bounds.data_ptr<double>()[0];
     result.max = bounds.data_ptr<double>()[1];
   }
-  // Only the buckets from the first to the last that has elements, and the limit before them.
+  // Only the buckets from the first to the last nonempty one, and the limit before them.
   int64_t first = 0, last = buckets - 1;
   while (first < last && counts[first] == 0) ++first;
   while (last > first && counts[last] == 0) --last;

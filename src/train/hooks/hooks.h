@@ -35,8 +35,8 @@ struct PredictionsHookOptions {
   void read(OptionReader& options);
 };
 
-/// Writes the predictions of evaluations to a file, from rank 0. Every rank holds those of its
-/// samples until then, and rank 0 all of them.
+/// Writes the predictions of evaluations to a file, from rank 0. Until the write every rank holds
+/// the predictions of its samples, and rank 0 holds all.
 std::shared_ptr<RunHook> predictions_hook(const PredictionsHookOptions& options);
 
 }  // namespace tessera::train

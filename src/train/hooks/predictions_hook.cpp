@@ -29,7 +29,7 @@ class Rows {
   bool empty() const { return parts_.empty(); }
   void clear() { parts_.clear(); }
 
-  /// On rank 0 those of all ranks, first rank 0's; undefined elsewhere. Collective.
+  /// On rank 0 the rows of all ranks, first rank 0's; undefined elsewhere. Collective.
   at::Tensor gathered(ProcessGroup group) const {
     const at::Tensor own = empty() ? at::Tensor() : at::cat(parts_).contiguous();
     const std::string bytes =

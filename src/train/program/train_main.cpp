@@ -49,7 +49,8 @@ std::string refusal_file() {
 }
 
 /// Prints an error of a rank that has not joined its world. All ranks of a host mostly have the
-/// same one, which the first of them prints. Another rank prints its own if the first does not.
+/// same error, and the first rank prints it. Another rank prints its own error if the first rank
+/// prints none.
 void say_before_start(const std::string& text) {
   const auto file = refusal_file();
   if (first_of_host()) {

@@ -13,7 +13,7 @@
 namespace tessera {
 namespace {
 
-/// Of a batch without tensors 0; -1 for a batch that check_batch() refuses.
+/// The samples of a batch: 0 without tensors; -1 if check_batch() refuses it.
 int64_t samples_of(const Batch& batch) {
   if (!batch.inputs.defined()) return batch.targets.defined() ? -1 : 0;
   const int64_t count = batch.inputs.dim() > 0 ? batch.inputs.size(0) : -1;

@@ -47,7 +47,7 @@ std::string duration(double seconds) {
                        : fmt::format("{}:{:02}", whole / 60, whole % 60);
 }
 
-/// "  accuracy 0.9312" for every figure except the loss. A confusion matrix has more of them than a
+/// " accuracy 0.9312" for every figure except the loss. A confusion matrix has more figures than a
 /// line can show; the log has all.
 template <class Figures>
 std::string others(const Figures& figures) {

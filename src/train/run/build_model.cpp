@@ -14,14 +14,14 @@
 namespace tessera::train {
 namespace {
 
-/// Whether the model is constructed without memory for its parameters.
+/// True if the model is constructed without memory for its parameters.
 bool defers(const ModelSections& config) {
   const bool on_cpu = config.model.device == "cpu";
   return config.model.deferred.value_or(on_cpu &&
                                         config.parallel.type == "FullyShardedDataParallel");
 }
 
-/// The first step that trains a parameter: 0, or what the rules say; kNever.
+/// The first step that trains a parameter: 0, the step of its rule, or kNever.
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 int64_t trained_from(const ModelSections& config, const std::string& name) {
   int64_t from = 0;
@@ -149,7 +149,7 @@ void freeze_for_step(const ModelSections& own, const torch::nn::Module& module, 
     return;
   for (auto [name, parameter] : named_parameters(module)) {
     const int64_t from = trained_from(own, name);
-    if (from == 0 || from == kNever) continue;  // what a program has frozen itself stays
+    if (from == 0 || from == kNever) continue;  // a parameter that the program froze stays frozen
     parameter.set_requires_grad(step >= from);
   }
 }

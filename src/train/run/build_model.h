@@ -4,9 +4,9 @@
 
 namespace tessera::train {
 
-/// The model of `own` on the run's device, with the config's loss, frozen as model.freeze says;
-/// seeds this rank's generators afterwards. `layers`: for layers that communicate; then collective,
-/// otherwise local. The config must outlive the result.
+/// Builds the model of `own` on the run's device, with the config's loss and the frozen parameters
+/// of model.freeze, and then seeds this rank's generators. `layers`: for layers that communicate;
+/// then collective, otherwise local. The config must outlive the result.
 TrainedModel build_model(const RunContext& context, const ModelSections& own,
                          const ProcessGroup& layers);
 

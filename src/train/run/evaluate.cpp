@@ -13,9 +13,9 @@
 namespace tessera::train {
 namespace {
 
-/// What the chunks of samples add to one metric, over all ranks. A few numbers are kept for each
-/// chunk and joined in their order, so that the number of ranks changes no bit. Where there are
-/// more of them, such as counts, which are exact in any order, each rank joins its own.
+/// The contributions of the chunks of samples to one metric, over all ranks. A few numbers are kept
+/// for each chunk and joined in their order, so that the number of ranks changes no bit. If there
+/// are more numbers, such as counts, which are exact in any order, each rank joins its own.
 class Sums {
  public:
   /// `metric`: null for sums of a model's figures.

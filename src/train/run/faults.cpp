@@ -114,8 +114,7 @@ void Faults::fail(const std::string& reason) {
                                    0);
 }
 
-/// The same for a fault in a step, of which other groups do not know. Collective within
-/// own_group().
+/// The same for a fault in a step that other groups do not know of. Collective within own_group().
 void Faults::fail_in_step(const std::string& reason) {
   fail(reason);
   context_.groups->end_all(failure_, ranks_);
@@ -151,8 +150,8 @@ std::string Faults::nonfinite_parameter(ProcessGroup group, int64_t done) {
   return "";
 }
 
-/// A parameter that is not finite comes from an earlier update. Otherwise forward made the loss
-/// what it is.
+/// A parameter that is not finite comes from an earlier update. Otherwise forward produced the
+/// loss.
 std::string Faults::origin_of_loss(int64_t step, const StepInput& input, const StepResult& result) {
   const std::string parameter = nonfinite_parameter(context_.own_group(), step);
   if (!parameter.empty())
@@ -219,7 +218,7 @@ void Faults::check_parameters(int64_t done) {
   if (!origin.empty()) end_after_update(origin, done);
 }
 
-/// The update of the step before has made something that is not finite.
+/// The update of the step before has made a parameter that is not finite.
 void Faults::end_after_update(const std::string& origin, int64_t done) {
   if (policy_.rules().on_nonfinite != Verdict::roll_back || done == 0) return fail(origin);
   roll_back(done - 1, origin);

@@ -13,7 +13,7 @@
 namespace tessera::train {
 
 /// Losses, gradients and parameters that are not finite, and losses that jump: finds the origin and
-/// carries the verdicts of the FaultPolicy out. See docs/train.md. Collective unless marked
+/// carries out the decisions of the FaultPolicy. See docs/train.md. Collective unless marked
 /// "Local.".
 class Faults {
  public:
@@ -28,13 +28,13 @@ class Faults {
   /// may hold infinities that are meant.
   void check_checkpoint(const std::string& path, const std::vector<std::string>& buffers,
                         int64_t done);
-  /// After the last step, whose update no later loss shows.
+  /// After the last step, because no later loss shows the effect of its update.
   void check_parameters(int64_t done);
 
   bool ended() const { return rollback_ || !failure_.empty(); }  ///< Local.
   const std::string& failure() const { return failure_; }        ///< ends the run with an error
   const std::vector<int>& ranks() const { return ranks_; }       ///< of the origin; empty: unknown
-  /// The step to which the run goes back, and which is then left out.
+  /// The step to which the run returns, and which it then leaves out.
   const std::optional<int64_t>& rollback() const { return rollback_; }
 
  private:

@@ -7,8 +7,8 @@
 
 namespace tessera::train {
 
-/// The samples that a program gives in each step. The ranks may have different numbers of them, and
-/// some of them none. Local.
+/// The samples that a program gives in each step. The ranks may have different numbers of samples,
+/// and some may have none. Local.
 class GivenData final : public RunData {
  public:
   /// UsageError if the config has datasets, or options that need them.

@@ -19,13 +19,13 @@
 
 namespace tessera::train {
 
-/// Where a run gets its samples from.
+/// The source of a run's samples.
 enum class RunSource {
   datasets,  ///< the config's
   program,   ///< GivenData
 };
 
-/// Where a run is.
+/// The position of a run.
 struct RunPosition {
   int64_t done = 0;             ///< iterations
   int active_ranks = 0;         ///< that have data in this one; 0: all
@@ -43,7 +43,7 @@ class PreparedRun {
   RunModels& models() { return models_; }                 ///< Local.
   RunData& data() { return *data_; }                      ///< Local.
   const RunPosition& now() const { return now_; }         ///< Local.
-  /// After the run: the step that is to be left out by a new run from the last sound checkpoint.
+  /// After the run: the step that a new run from the last sound checkpoint must leave out.
   std::optional<int64_t> rollback() const { return faults_->rollback(); }
   /// After the run: it was interrupted, and this rank got a signal.
   bool interrupted_here() const { return stops_.here(); }
@@ -73,25 +73,25 @@ class PreparedRun {
 class Run : public PreparedRun {
  public:
   /// `left_out`: numbers of steps that are not trained.
-  /// `heartbeat`: is told what the run does.
+  /// `heartbeat`: gets the current work of the run.
   Run(const Config& config, ProcessGroup group, std::set<int64_t> left_out, Heartbeat& heartbeat,
       RunSource source = RunSource::datasets);
 
-  /// What comes before the first step: the first lines, hooks, an evaluation that is due.
+  /// The work before the first step: the first lines, hooks, an evaluation that is due.
   void begin();
   bool stopped() const { return stops_.stopped(); }  ///< Local.
   bool failed() const { return faults_->ended(); }   ///< end() throws. Local.
-  /// Whether a step follows, for which this rank loads its batch now. Local.
+  /// True if a step follows, for which this rank loads its batch now. Local.
   bool goes_on();
   void load() { context_.heartbeat.enter(Phase::loading, now_.done); }  ///< Local.
-  /// For joins: which ranks have data in the next iteration. Local.
+  /// For joins: the ranks that have data in the next iteration. Local.
   void on_join(const JoinIteration& iteration);
   /// One step, and the evaluation, log line and checkpoint after it. A rank without a batch only
   /// takes part in the collectives of the others.
   void iteration(std::optional<Batch> batch);
   /// The end of the run, also after a fault: its files and its result, or its error.
   TrainResult end();
-  /// Errors that all ranks have say where the run was.
+  /// The text of an error that all ranks have names the position of the run.
   void placing_errors(const std::function<void()>& part);
   void save_checkpoint();
 

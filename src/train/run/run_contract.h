@@ -6,8 +6,8 @@
 #include "tessera/process_group.h"
 #include "tessera/train/config.h"
 
-// Options and data that must be equal on all ranks before the first step. Ranks with other options
-// or other data would train something that no single run could have trained.
+// Options and data that must be equal on all ranks before the first step. With unequal options or
+// data, the ranks would train a mixture that no single run could train.
 
 namespace tessera::train {
 

@@ -12,7 +12,7 @@
 
 namespace tessera::train {
 
-/// The data of a run: which samples this rank has in which iteration, and their batches. Local.
+/// The data of a run: the samples of this rank in each iteration, and their batches. Local.
 class RunData {
  public:
   /// Loads the data. UsageError, with the place in the config, for data that give no step.
@@ -22,7 +22,7 @@ class RunData {
   const DataSplits& splits() const { return splits_; }
   virtual std::string describe() const { return splits_.train->describe(); }
   virtual int64_t tokens_per_sample() const { return splits_.train->tokens_per_sample(); }
-  /// Whether a rank may be without data in an iteration of others.
+  /// True if a rank may be without data in an iteration in which others have some.
   virtual bool joins() const { return uneven() && config_.data.uneven == "join"; }
   virtual int64_t iterations() const {
     return joins() ? assignment_->all_iterations() : assignment_->full_iterations();

@@ -29,7 +29,7 @@ std::vector<at::Tensor> live_shards(ModelWrapper& wrapper) {
   return live;
 }
 
-/// As named(), also for errors that all ranks have.
+/// Like named(), but also for errors that all ranks have.
 template <class Function>
 auto placed(const std::string& place, const Function& function) {
   try {
@@ -122,7 +122,7 @@ void RunModels::restore(const std::map<std::string, SavedModel>& saved,
     next += static_cast<std::ptrdiff_t>(shards.size());
     if (!model.average) continue;
     const bool has = std::all_of(first, next, [](const auto& each) { return each.defined(); });
-    // Without saved averages they begin with the weights of the checkpoint.
+    // Without saved averages, the averages begin with the weights of the checkpoint.
     model.average->load(has ? std::vector<at::Tensor>(first, next) : shards,
                         has ? own.average_updates.value_or(0) : 0);
   }

@@ -33,12 +33,13 @@ class RunModels {
 
   // In this order.
 
-  /// Builds the models. `init`: their weights come from the config's files. Local, unless layers
-  /// communicate.
+  /// Builds the models. `init`: the models get their weights from the config's files. Local, unless
+  /// layers communicate.
   void build(const ProcessGroup& layers, bool init);
   /// Makes wrappers and steps, and loads the weights. `resumed`: the checkpoint; null: none.
   void wrap(const Checkpoint* resumed);
-  /// The rest of the state of a checkpoint. `averages`: of the shards of whole(), or empty. Local.
+  /// Loads the rest of a checkpoint's state. `averages`: one for each shard of whole(), or empty.
+  /// Local.
   void restore(const std::map<std::string, SavedModel>& saved,
                const std::vector<at::Tensor>& averages);
 
@@ -48,7 +49,7 @@ class RunModels {
   RunStep& step() { return models_step_ ? *models_step_ : *models_[0].step; }           ///< Local.
   std::map<std::string, SavedModel> state() const;                                      ///< Local.
 
-  /// Freezes and thaws what the step number `step` begins with. Local.
+  /// Freezes and thaws the parameters for step number `step`. Local.
   void begin_step(int64_t step);
   /// Updates the averages. Local.
   void end_step(const StepResult& result);
@@ -57,7 +58,7 @@ class RunModels {
   void drop_averages();  ///< The weights are averaged ones from now on. Local.
   /// One for each shard of whole(); undefined: none. Local.
   std::vector<at::Tensor> averages() const;
-  /// Bytes of optimizer state and averages in a checkpoint, as if each rank were as this one.
+  /// Bytes of optimizer state and averages in a checkpoint, if every rank has as many as this one.
   /// Local.
   int64_t state_bytes() const;
   /// Writes train.save and train.save_optimizer.

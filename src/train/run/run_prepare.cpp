@@ -9,7 +9,7 @@
 #include "train/run/run_contract.h"
 #include "train/run/run_records.h"
 
-// What comes before the first step. Local, except make() and restore(); an error on one rank is
+// The work before the first step. Local, except make() and restore(); an error on one rank is
 // thrown on all.
 
 namespace tessera::train {
@@ -27,7 +27,7 @@ at::Device device_of_run(const Config& config, int local_rank) {
   return device;
 }
 
-/// What looks at evaluations needs evaluation data.
+/// Options that use evaluations need evaluation data.
 void check_evaluated(const Config& config, const DataSplits& splits) {
   if (splits.val) return;
   const std::string key = config.checkpoint.keep_best.count > 0     ? "checkpoint.keep_best"
@@ -51,7 +51,7 @@ PreparedRun::PreparedRun(const Config& config, ProcessGroup group, RunSource sou
     check_config_files(config);
     context_.device = device_of_run(config, all.local_rank());
   });
-  // Also the current device, for code that names none.
+  // Sets the current device too, for code that names no device.
   if (!context_.device.is_cpu()) on_device_.reset_device(context_.device);
   all = all.with_device(context_.device);
   check_same_config(config, all);

@@ -184,7 +184,7 @@ void print_sample(const RunContext& context, ModelWrapper& wrapper) {
     context.say("sample:\n" +
                 sample_text(wrapper.model(), config.train.sample, config.data.plan.text));
   } catch (const c10::Error& error) {
-    // Such as weights that are not finite; all files are written already.
+    // For example because weights are not finite. All files are written already.
     context.say("warning: train.sample: no sample: " + message_of(error));
   }
 }

@@ -26,8 +26,8 @@ void record_end(const RunContext& context, const RunData& data, const std::strin
                 int64_t first_step, int64_t done);
 
 /// A warning if the file system of `folder` has fewer than `bytes` bytes free for this user; ""
-/// otherwise and where that is unknown. `what` names what needs them. A quota is not seen here, and
-/// compression is not either, so this is no reason to end a run.
+/// otherwise and where that is unknown. `what` names the files that need them. Quotas and
+/// compression are not visible here, so this is no reason to end a run.
 std::string space_warning(const std::string& folder, int64_t bytes, const std::string& what);
 /// Prints it for the folder of checkpoints and, `with_save`, for that of train.save.
 void warn_of_space(const RunContext& context, int64_t bytes, const std::string& what,

@@ -6,8 +6,8 @@
 
 namespace tessera::train {
 
-/// The signals that save and end a run. If ranks got different ones, the first in this order names
-/// the exit code.
+/// The signals that save and end a run. If ranks got different signals, the first in this order
+/// determines the exit code.
 constexpr std::array<int, 6> kStopSignals{SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2};
 
 /// The signal that request_stop() was called with; 0: none.
@@ -20,7 +20,8 @@ int stop_requested() noexcept;
 /// counted as the first.
 void handle_signals();
 
-/// Why and whether a run ends before its last step; the same on all ranks. Local.
+/// Decides whether a run ends before its last step, and keeps the reason; the same on all ranks.
+/// Local.
 class StopRequests {
  public:
   /// For each of kStopSignals, whether this rank got it.

@@ -15,8 +15,8 @@
 namespace tessera::train {
 
 /// The best evaluations of a run: which checkpoints checkpoint.keep_best keeps, whether
-/// train.early_stop ends the run, and a copy of the weights that it has found to be the best. All
-/// ranks pass the same figures. Local, unless stated otherwise.
+/// train.early_stop ends the run, and a copy of the best weights. All ranks pass the same figures.
+/// Local, unless stated otherwise.
 class BestEvaluations {
  public:
   explicit BestEvaluations(const Config& config);
@@ -36,23 +36,23 @@ class BestEvaluations {
 
   /// Copies the evaluated weights: tensors of the wrapper's shards, and the module's buffers.
   void take_weights(const std::vector<at::Tensor>& shards, const torch::nn::Module& module);
-  /// Gives them to the wrapper, for good. Returns the step of their evaluation; no value: there are
-  /// none. Collective.
+  /// Gives the copied weights to the wrapper permanently. Returns the step of their evaluation; no
+  /// value: there are none. Collective.
   std::optional<int64_t> give_weights(ModelWrapper& wrapper) const;
 
-  /// Whether there are weights; the same on all ranks.
+  /// True if there are weights; the same on all ranks.
   bool has_weights() const { return best_.has_value(); }
   /// One for each shard.
   const std::vector<at::Tensor>& weights() const { return weights_; }
   /// Adds the buffers to a checkpoint. On rank 0.
   void add_buffers(CheckpointWriter& writer) const;
-  /// Weights of a checkpoint, one for each shard; undefined: it has none. Within
-  /// read_together(). Call it after load_state().
+  /// Takes the weights of a checkpoint, one for each shard; undefined: the checkpoint has none.
+  /// Within read_together(). Call it after load_state().
   void load_weights(const Checkpoint& checkpoint, std::vector<at::Tensor> weights);
 
   void save_state(BestState& state) const;
-  /// `own`: the checkpoint is one of this run's folder, which has the checkpoints that are kept.
-  /// Returns a warning; "": none.
+  /// `own`: the checkpoint is in this run's folder, with the other kept checkpoints. Returns a
+  /// warning; "": none.
   std::string load_state(const BestState& state, bool own);
 
  private:

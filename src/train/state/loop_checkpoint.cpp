@@ -21,7 +21,7 @@ std::vector<std::pair<std::string, at::Tensor>> tensors_of(const Checkpoint& che
   return tensors;
 }
 
-/// Rank `rank` of `ranks` gets the samples of each `ranks`-th rank of those that saved them.
+/// Of the ranks that saved samples, rank `rank` of `ranks` gets those of every `ranks`-th one.
 void load_samples(const Checkpoint& checkpoint, int rank, int ranks, SampleBuffer& buffer) {
   if (!checkpoint.contains(samples_of(0)))
     throw UsageError(checkpoint.path() +

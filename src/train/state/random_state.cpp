@@ -7,7 +7,7 @@
 namespace tessera::train {
 namespace {
 
-/// By name. One where the device has no generator of its own.
+/// By name. Only one entry if the device has no generator of its own.
 std::vector<std::pair<std::string, at::Generator>> generators(at::Device device) {
   std::vector<std::pair<std::string, at::Generator>> all{{"cpu", generator_of(at::kCPU)}};
   auto own = generator_of(device);

@@ -8,7 +8,7 @@
 
 namespace tessera::train {
 
-/// This rank's default generators: that of the CPU and that of `device`. Local.
+/// This rank's default generators: the CPU's and the one of `device`. Local.
 void seed_generators(uint64_t seed, at::Device device);
 
 /// Returns and restores their states by name ("cpu", "cuda"), as bytes. A generator whose name is

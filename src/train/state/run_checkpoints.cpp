@@ -18,7 +18,7 @@ namespace {
 constexpr const char* kConfig = "config.yaml";
 /// The moving average is saved as an optimizer state tensor of its shard.
 constexpr const char* kAverage = "weight_average";
-/// So are the weights of the best evaluation.
+/// The weights of the best evaluation are saved in the same way.
 constexpr const char* kBest = "best_weights";
 
 std::string rank_file(const char* kind, int rank, int world) {
@@ -48,7 +48,7 @@ std::string quoted(const std::string& path) {
   return text + "'";
 }
 
-/// A free name for a damaged checkpoint. One that was set aside before stays.
+/// A free name for a damaged checkpoint. A checkpoint that was set aside earlier stays.
 std::filesystem::path name_aside(const std::filesystem::path& step) {
   const std::string name = "damaged-" + step.filename().string();
   auto free = step.parent_path() / name;
@@ -121,8 +121,8 @@ std::string RunCheckpoints::find() {
 }
 
 /// Opens and verifies the checkpoint to resume from. Returns the text of an error that is the same
-/// on all ranks if the checkpoint is damaged. Other errors are thrown: one of a newer version, and
-/// one that cannot be read for now.
+/// on all ranks if the checkpoint is damaged. Other errors are thrown, for a checkpoint of a newer
+/// version or one that cannot be read now.
 std::string RunCheckpoints::open(const std::string& path) {
   try {
     resumed_.emplace(path, context_.group);

@@ -31,8 +31,8 @@ class RunCheckpoints {
 
   /// The file of that state. Local.
   std::string state_file() const;
-  /// Reads the state of this rank's group. Throws UsageError if it is of a run with another global
-  /// batch, or of a model with another meaning. Within resumed()->read_together().
+  /// Reads the state of this rank's group. Throws UsageError if the run had another global batch,
+  /// or the model's weights another meaning. Within resumed()->read_together().
   SavedState read_state();
   /// Restores the tensors, the best evaluations and the random numbers. Returns the saved average
   /// of each of wrapper.shards(); undefined: none. Within read_together(); call publish() after it.
@@ -66,8 +66,8 @@ class RunCheckpoints {
   RunContext& context_;
   std::optional<CheckpointStore> store_;
   std::optional<Checkpoint> resumed_;
-  nlohmann::ordered_json resumed_groups_;  // what TrainingGroups had saved in it
-  int resumed_group_ = 0;                  // its group from which this rank's goes on
+  nlohmann::ordered_json resumed_groups_;  // the state that TrainingGroups saved in it
+  int resumed_group_ = 0;                  // its group from which this rank's continues
   int64_t saved_at_ = -1;
 };
 

@@ -12,7 +12,7 @@
 
 namespace tessera::train {
 
-/// What all parts of a run use, on one rank. Local.
+/// The objects that all parts of a run use, on one rank. Local.
 struct RunContext {
   const Config& config;
   ProcessGroup group;  ///< all ranks

@@ -21,7 +21,7 @@
 namespace tessera::train {
 namespace {
 
-/// Adam and AdamW have the same state, so its names do not tell which of them it belongs to.
+/// Adam and AdamW have the same state, so its names do not show which of the two wrote it.
 void check_decay(const ModelSections& config, const TorchOptimizerStateFile::Group& group) {
   const std::string& type = config.optimizer.type;
   if (!group.decoupled_weight_decay || (type != "Adam" && type != "AdamW")) return;
@@ -69,7 +69,8 @@ std::vector<std::string> RunWeights::buffer_names() const {
   return names;
 }
 
-/// Parameter or buffer number `i` on rank `to` of own_group(). Collective there for parameters.
+/// Parameter or buffer number `i` on rank `to` of own_group(). Collective in own_group() for
+/// parameters.
 at::Tensor RunWeights::whole_weight(size_t i, int to) {
   context_.heartbeat.enter(Phase::saving, context_.heartbeat.step());
   const auto& spec = specs_[i];
@@ -224,7 +225,7 @@ void RunWeights::load_optimizer_init() {
   optimizer_init_.reset();
 }
 
-/// On rank 0, options that are not those of the file.
+/// Logs on rank 0 the options that differ from those of the file.
 void RunWeights::report_other_options() const {
   const auto& theirs = optimizer_init_->groups();
   const auto& own = wrapper_->optimizer().param_groups();

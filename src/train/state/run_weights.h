@@ -14,13 +14,13 @@
 
 namespace tessera::train {
 
-/// The weights of one model of a run, or of all together, on disk: in checkpoints, at model.init
-/// and at train.save; and the state of an optimizer of Python's torch.optim, at optimizer.init and
+/// The files with the weights of one model of a run, or of all together: checkpoints, model.init
+/// and train.save. Also the state of an optimizer of Python's torch.optim: optimizer.init and
 /// train.save_optimizer. Collective unless marked "Local.".
 class RunWeights {
  public:
-  /// `own`: the model's sections; those of the run for all models together. The arguments must live
-  /// longer. Refuses tensors that the files of this run cannot hold, such as
+  /// `own`: the sections of the model, or of the run for all models together. The arguments must
+  /// live longer. Refuses tensors that the files of this run cannot hold, such as
   /// those with the format's reserved name. Otherwise only the first save would fail. Local.
   RunWeights(RunContext& context, const ModelSections& own, const TrainedModel& model);
 
@@ -32,8 +32,8 @@ class RunWeights {
   void open(const Checkpoint& checkpoint);
   /// Opens model.init and optimizer.init, if the config has them. Local.
   void open_init();
-  /// Gives the wrapper the state that was opened. `checkpoint`: its source; null: the config's
-  /// files. `wrapper` must live longer.
+  /// Gives the wrapper the opened state. `checkpoint`: its source; null: the config's files.
+  /// `wrapper` must live longer.
   void load(ModelWrapper& wrapper, const Checkpoint* checkpoint);
 
   /// Every rank of group 0 writes its part of the weights. Buffers are rank 0's, because ranks may

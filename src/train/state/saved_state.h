@@ -45,7 +45,7 @@ struct SavedModel {
   std::optional<int64_t> average_updates = {};
 };
 
-/// The state.json of a checkpoint. A value that is not there was not part of the run.
+/// The state.json of a checkpoint. An absent value was not part of the run.
 struct SavedState {
   int64_t step = 0;          ///< steps done
   int64_t global_batch = 0;  ///< 0: unknown

@@ -22,7 +22,7 @@ class DeviceCopies {
   DeviceCopies() = default;
   DeviceCopies(const DeviceCopies&) = delete;
   DeviceCopies& operator=(const DeviceCopies&) = delete;
-  /// Waits until the device has read it all.
+  /// Waits until the device has read all of it.
   ~DeviceCopies() {
     try {
       while (!read_all()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -49,7 +49,7 @@ class DeviceCopies {
     std::shared_ptr<c10::Event> read;  // null: a copy of the batch has failed
   };
 
-  /// Frees what the device has read. Returns whether that is all.
+  /// Frees the batches that the device has read. Returns true if these are all.
   bool read_all() {
     const auto is_read = [](const Sent& sent) { return !sent.read || sent.read->query(); };
     sent_.erase(std::remove_if(sent_.begin(), sent_.end(), is_read), sent_.end());
@@ -63,7 +63,7 @@ class DeviceCopies {
     return sent_.back().pinned.back().to(device, /*non_blocking=*/true);
   }
 
-  /// Whether libtorch has pinned memory for the accelerator; not for each type of them.
+  /// True if libtorch has pinned memory for the accelerator; some types have none.
   static bool can_pin() {
     static const bool result = [] {
       try {

@@ -24,12 +24,12 @@ struct Decision {
 };
 
 /// Decides from the mean loss and the norm of each step, which are the same on all ranks, whether
-/// the parameters are updated and the run goes on. Local; not a function of anything else.
+/// the parameters are updated and the run continues. Local; depends on nothing else.
 class FaultPolicy {
  public:
   explicit FaultPolicy(FaultRules rules = {}) : rules_(rules) {}
 
-  /// Between backward and update: whether the update takes place.
+  /// Between backward and update: returns whether to update.
   bool may_update(double loss) const;
   /// After the update, once for each step.
   Decision decide(double loss, double norm);

@@ -5,7 +5,7 @@
 
 namespace tessera::train {
 
-/// A step of several models, which is the program's `plan`. `whole`: the wrapper of all of them.
+/// A step of several models; the program's `plan` is the step. `whole`: the wrapper of all of them.
 /// The references must live longer. `place`: of the train step in the config, for errors. The
 /// figures of each model follow those of the plan; lr, grad_norm and loss_scale are the first
 /// model's.

@@ -9,7 +9,7 @@ namespace tessera::train {
 
 /// The values that a module's buffers had before a step, so that the step can be taken back. Every
 /// buffer is copied in every step: batch norm writes its statistics without a change of their
-/// version counter, so a buffer that was written cannot be told from one that was not. Local.
+/// version counter, so a written buffer cannot be distinguished from an unchanged one. Local.
 class StepBuffers {
  public:
   StepBuffers() = default;  ///< of no buffer

@@ -27,7 +27,7 @@ class Autocast {
   std::optional<compat::AutocastState::Scope> scope_;
 };
 
-/// What one rank brings to a step.
+/// The input of one rank to a step.
 struct StepInput {
   std::vector<Batch> parts;  ///< its micro-batches; empty: it has no data
   double weight = 1;         ///< of its loss in the mean over the ranks with data
@@ -36,7 +36,7 @@ struct StepInput {
   /// Called after the last backward: numbers that are summed over the ranks. Empty: none.
   std::function<std::vector<double>()> flags = {};
 
-  /// Samples of this rank to those of a micro-batch: that part of the mean over its samples.
+  /// For each micro-batch, its samples divided by those of this rank: its part of the mean.
   double divisor_of(int64_t part) const;
 };
 
@@ -47,7 +47,7 @@ struct StepResult {
   bool updated = false;       ///< whether the parameters have changed; with several models, whether
                               ///< no update was left out
   std::vector<bool> updates;  ///< of each model, whether its parameters have changed
-  std::string model = "";     ///< of several, the first one of whose updates was left out
+  std::string model = "";     ///< of several, the first one that missed an update
   std::vector<double> sums;   ///< of `flags`
 
   /// Reads the figures of this rank's batch or micro-batch, which has this share of its samples.
@@ -56,11 +56,11 @@ struct StepResult {
   void average(ProcessGroup group, const StepInput& input, bool figures_of_all);
 };
 
-/// What a run does in one step. Collective.
+/// The work of a run in one step. Collective.
 class RunStep {
  public:
   virtual ~RunStep() = default;
-  /// `figures_of_all`: every rank has data, so that all know the names of figures.
+  /// `figures_of_all`: every rank has data, so all know the names of the figures.
   virtual StepResult run(const Progress& progress, const StepInput& input,
                          const FaultPolicy& policy, bool figures_of_all) = 0;
 };

@@ -36,7 +36,7 @@ struct Stack {
 
 int stack_signal = 0;  // 0: none is free
 Stack written;         // by the handler
-// The thread that is to write its stack; kBusy while it does, kDone when it has.
+// The thread that is to write its stack; kBusy while it writes, kDone afterwards.
 constexpr int kBusy = -1, kDone = 0;
 std::atomic<int> wanted{kDone};
 static_assert(std::atomic<int>::is_always_lock_free, "used in a signal handler");
@@ -76,7 +76,7 @@ bool read_stack(int tid) noexcept {
 }
 
 void put(int fd, const char* text, size_t size) noexcept {
-  if (::write(fd, text, size) < 0) return;  // there is nobody to tell
+  if (::write(fd, text, size) < 0) return;  // nothing can report the failure
 }
 
 template <class... Values>

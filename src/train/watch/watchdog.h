@@ -15,9 +15,9 @@ namespace tessera::train {
 /// The exit code of a rank that its watchdog ends.
 constexpr int kNoProgress = 3;
 
-/// A thread that ends this rank when it makes no progress: it writes what the rank is doing, its
-/// collectives and the stacks of its threads to standard error, waits some seconds so that the
-/// other ranks can write theirs, and ends the process with exit code kNoProgress.
+/// A thread that ends this rank when it makes no progress. It writes a report to standard error:
+/// the rank's present work, its collectives and the stacks of its threads. Then it waits some
+/// seconds for the reports of the other ranks, and ends the process with exit code kNoProgress.
 ///
 /// Its clock counts its own turns. While the process is stopped, or the machine sleeps, no time
 /// passes. Nothing allocates memory after construction.

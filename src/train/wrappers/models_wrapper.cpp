@@ -17,7 +17,7 @@ void rename(const std::string& prefix, std::pair<std::string, at::Tensor>& named
   named.first = prefix + "." + named.first;
 }
 
-/// What `of` returns for each model, in one list, with the model's name before the others.
+/// The entries that `of` returns for each model, in one list, with the model's name before each.
 template <class Function>
 auto joined(const std::vector<NamedWrapper>& models, const Function& of) {
   decltype(of(models.front().wrapper)) all;

@@ -10,13 +10,13 @@ struct NamedWrapper {
   ModelWrapper& wrapper;
 };
 
-/// Several models as one: what checkpoints, averages, evaluations and checks need of a
-/// ModelWrapper. The names of parameters begin with those of the models. A train step makes the
-/// steps, so the members for a step throw UsageError.
+/// Several models as one ModelWrapper, for checkpoints, averages, evaluations and checks. The names
+/// of parameters begin with those of the models. A train step makes the steps, so the members for a
+/// step throw UsageError.
 class ModelsWrapper final : public ModelWrapper {
  public:
-  /// `model`: its module has those of the models as its children, by their names. The wrappers must
-  /// live longer.
+  /// `model`: its module has the modules of the models as children, by their names. The wrappers
+  /// must live longer.
   ModelsWrapper(std::vector<NamedWrapper> models, TrainedModel model, Preprocessor preprocessor,
                 ProcessGroup group);
 

@@ -47,8 +47,8 @@ Options with_overlap(Options options, const std::optional<Overlap>& given,
 /// The partitions with their names in a config.
 const std::vector<std::pair<std::string, Partition>>& partition_names();
 
-/// Adds the frozen parameters, which the ranks of a host share: on its first rank, as tensors over
-/// their memory, which may be written.
+/// Adds the frozen parameters that the ranks of a host share, on its first rank alone: as tensors
+/// over their memory, which may be written.
 void add_shared_frozen(std::vector<ParameterShard>& shards, const torch::nn::Module& module,
                        const ProcessGroup& group);
 

@@ -54,8 +54,8 @@ class ZeroWrapper : public ModelWrapper {
   }
 
   double update(const GradientRules& rules) override {
-    // The update's own pass computes the 2-norm, but knows it only afterwards. With shard_gradients
-    // the mean is there before, and the search for the origin needs the parameters.
+    // The pass of the update computes the 2-norm, but only when it ends. With shard_gradients the
+    // mean exists before, and the search for the origin needs the parameters.
     const bool gives_up = rules.nonfinite == NonfiniteNorm::give_up && !shards_gradients();
     const bool norm_first = rules.clip_norm || rules.clip_value || rules.norm_type != 2 ||
                             !(gives_up || rules.nonfinite == NonfiniteNorm::update);
@@ -158,7 +158,7 @@ class ZeroWrapper : public ModelWrapper {
   }
 
   /// Sets `origin_`. The reduction replaces a gradient by the mean within this rank's shards alone.
-  /// So a rank that has NaN elsewhere is the origin. Where no rank has, the owner of the elements
+  /// So a rank that has NaN elsewhere is the origin. If there is none, the owner of the elements
   /// is.
   void note_nonfinite_gradient() {
     if (shards_gradients()) return;
