@@ -9,7 +9,7 @@
 namespace tessera::c {
 
 /// A tensor in the caller's memory. UsageError, which begins with `where`, for a dtype, a number of
-/// dimensions, an extent or a stride that no array has. Local.
+/// dimensions, an extent or a stride that is impossible. Local.
 at::Tensor tensor_of(const tessera_array& array, const std::string& where);
 /// The same; undefined for null.
 at::Tensor tensor_of(const tessera_array* array, const std::string& where);

@@ -8,7 +8,7 @@
 #include "tessera/error.h"
 #include "tessera/train/training_session.h"
 
-// The objects behind the handles of the C interface.
+// The objects to which the handles of the C interface refer.
 
 struct tessera_group {
   tessera::ProcessGroup group;

@@ -93,8 +93,8 @@ class BatchLoader::Impl {
         next_(first),
         begun_(first) {
     require_options(dataset_.get(), samples_of_ != nullptr, first, end, options);
-    // A thread sets itself up before this returns. Later the process may end, and with it what
-    // libtorch's settings of threads need.
+    // A thread sets itself up before this returns. Later the process may be ending, and libtorch's
+    // thread settings may already be destroyed.
     const int threads = std::min(options.threads, options.depth);
     const auto set_up = std::make_shared<std::latch>(threads);
     for (int i = 0; i < threads; ++i) {

@@ -154,7 +154,7 @@ void check_mapped(const void* data) {
 }
 
 void check_mapped_pages(const void* data) {
-  // The caller has read the data. A processor must not look for lost pages before it does so.
+  // The caller has read the data. The check for lost pages must not be moved before that read.
   std::atomic_thread_fence(std::memory_order_acquire);
   if (lost_pages.load() > 0) check_mapped(data);
 }

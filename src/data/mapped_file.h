@@ -16,13 +16,13 @@ struct MappedFile {
 ///
 /// Reading a page raises SIGBUS if the file was shortened and has lost the page, or if the disk
 /// cannot read it. The first call installs a handler for SIGBUS: the page then reads as zeros, and
-/// check_mapped() throws. A SIGBUS anywhere else goes to the handler that was installed before.
+/// check_mapped() throws. A SIGBUS elsewhere is passed to the handler that was installed before.
 MappedFile map_file(const std::string& component, const std::string& path);
 
-/// To be called after each read of mapped data and before its values are used. `data`: any byte
-/// that was read, in a mapped file or elsewhere. Throws Error with component, path and sizes if a
-/// page of that file was lost, now or earlier, or if the file is shorter now: the rest of its last
-/// page then reads as zeros without a SIGBUS. Costs a system call for mapped data.
+/// Call it after each read of mapped data and before using the values. `data`: any byte that was
+/// read, in a mapped file or elsewhere. Throws Error with component, path and sizes if a page of
+/// that file was lost, now or earlier, or if the file is shorter now: the rest of its last page
+/// then reads as zeros without a SIGBUS. Costs a system call for mapped data.
 void check_mapped(const void* data);
 
 /// As check_mapped(), for single values: notices lost pages only. Costs a load of a counter.

@@ -34,7 +34,7 @@ constexpr TypeName kTypes[] = {
   throw UsageError("NpyDataset: " + path + ": " + reason);
 }
 
-/// Text from a file for a message: at most 40 characters, with other than printable ASCII replaced.
+/// Text from a file for a message: at most 40 characters; all but printable ASCII is replaced.
 std::string printable(std::string_view text) {
   std::string result;
   for (const char c : text.substr(0, 40)) result += c >= ' ' && c <= '~' ? c : '?';

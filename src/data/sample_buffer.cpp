@@ -48,7 +48,7 @@ int64_t SampleBuffer::size() const {
   return options_.capacity > 0 ? std::min(seen_, options_.capacity) : seen_;
 }
 
-/// The row of the sample that is added as number `number`; -1: it is not kept.
+/// The row for the sample with number `number`; -1: the sample is not kept.
 int64_t SampleBuffer::place_of(int64_t number) const {
   const int64_t capacity = options_.capacity;
   if (capacity == 0 || number < capacity) return number;

@@ -4,8 +4,8 @@
 
 namespace tessera::deferred {
 
-/// While alive, the tensor's storage has its contents. A deferred one gives its memory back
-/// afterwards and stays deferred; others are left alone.
+/// While the object lives, the tensor's storage has its contents. A deferred storage frees its
+/// memory afterwards and stays deferred; other storages are not changed.
 class Contents {
  public:
   explicit Contents(const at::Tensor& tensor);

@@ -66,7 +66,8 @@ bool begin() {
   if (!start_recording())
     return construct_at_once("another library has taken the dispatch key DeferredInit");
   handle_faults();
-  // Only libtorch's own allocator can be replaced by malloc; later it would be behind this one.
+  // Only libtorch's own allocator can be replaced by malloc, so the replacement must come before
+  // this allocator.
   memory::use_malloc_for_tensors();
   state.emplace();
   auto undo = c10::make_scope_exit([] { state.reset(); });

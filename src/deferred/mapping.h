@@ -19,10 +19,10 @@ class Mapping {
   bool contains(const void* address) const;
 
   void allow(Access access);
-  /// Gives the pages back to the system; the contents are then zero.
+  /// Returns the pages to the system; the contents are then zero.
   void drop();
-  /// Takes the pages of `other`, which has the same size, in one step: no thread sees a part of
-  /// them. They may be written afterwards.
+  /// Takes the pages of `other`, which has the same size, in one step: no thread sees only a part.
+  /// They may be written afterwards.
   void take(Mapping& other);
   /// True if any page was touched since construction or drop().
   bool touched() const;

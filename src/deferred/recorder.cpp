@@ -48,8 +48,8 @@ bool only_calls_others(const c10::OperatorHandle& op, c10::DispatchKeySet keys) 
           !op.hasKernelForDispatchKey(c10::DispatchKey::CPU));
 }
 
-/// True if the operator consists of others that are worth recording in its place: a factory, or a
-/// copy. Its parts write to their results in place, and take the generator as an argument.
+/// True if its parts are recorded in its place: the operator is a factory or a copy. Its parts
+/// write to their results in place, and take the generator as an argument.
 bool consists_of_others(const c10::OperatorHandle& op, bool takes_tensors) {
   static const Names copies{"aten::clone",      "aten::_to_copy",     "aten::rand_like",
                             "aten::randn_like", "aten::randint_like", "aten::zeros_like",
@@ -65,7 +65,7 @@ std::optional<size_t> generator_of(const c10::FunctionSchema& schema) {
   return std::nullopt;
 }
 
-/// Of tensors whose elements are not those in their memory.
+/// Tensors whose elements differ from the values in their memory (conj, neg).
 constexpr c10::DispatchKeySet kLazyBits{c10::DispatchKey::Conjugate, c10::DispatchKey::Negative};
 
 /// One operator while it is recorded.
@@ -93,7 +93,8 @@ class Recording {
 
   bool takes_tensors() const { return !tensors_.empty(); }
 
-  /// Before the operator runs: notes what it reads, and gives the regions their contents.
+  /// Before the operator runs: notes the tensors that it reads, and gives the regions their
+  /// contents.
   void begin(const c10::IValue* arguments) {
     whole_ = overwrites_whole();
     for (size_t i = 0; i < tensors_.size(); ++i) note_argument(i);
@@ -108,7 +109,7 @@ class Recording {
       if (regions_[i]) registry_.bring(regions_[i], !(whole_ && i == 0));
   }
 
-  /// After it has run: adds it to the logs of what it wrote and made.
+  /// After it has run: adds it to the logs of the regions that it wrote or made.
   void end(const torch::jit::Stack& stack) {
     const auto results = torch::jit::last(stack, schema_.returns().size());
     std::unordered_set<RegionPtr> made;
@@ -129,7 +130,7 @@ class Recording {
     put_away();
   }
 
-  /// The operator threw. It may have written a part.
+  /// The operator threw and may have written a part of its results.
   void fail() {
     for (const auto& region : written_) registry_.give_up(region, text("failed"));
     put_away();
@@ -185,7 +186,7 @@ class Recording {
   const c10::FunctionSchema& schema_;
   std::shared_ptr<Operation> operation_;
   std::vector<at::Tensor> tensors_;
-  std::vector<RegionPtr> regions_;  // of tensors_; null where in none
+  std::vector<RegionPtr> regions_;  // of tensors_; null for a tensor in no region
   std::unordered_set<RegionPtr> written_, used_;
   bool whole_ = false;
   std::string reason_;  // why it cannot be repeated
@@ -199,7 +200,7 @@ void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit:
     const c10::impl::ExcludeDispatchKeyGuard off(kRecordingKey);
     return op.redispatchBoxed(rest, stack);
   }
-  // Its own operators on tensors are not to be recorded.
+  // The recorder's own operators on tensors must not be recorded.
   std::optional<Recording> recording;
   {
     const Unrecorded unrecorded;

@@ -12,7 +12,7 @@ inline constexpr auto kRecordingKey = c10::DispatchKey::DeferredInit;
 /// Registers the fallback that records operators, once. False if another library has one.
 bool start_recording();
 
-/// True if large tensors of this thread are to be deferred.
+/// True if this thread defers large tensors.
 bool& deferring();
 
 /// While alive, this thread neither records operators nor defers tensors.

@@ -20,8 +20,8 @@ struct Region {
   enum class State {
     fresh,     ///< No operator has written to it.
     present,   ///< The pages have the contents of the last version.
-    absent,    ///< The pages have been given back, and any access is a fault.
-    ordinary,  ///< Ordinary memory for good; the log describes contents of the past.
+    absent,    ///< The pages were returned to the system, and any access is a fault.
+    ordinary,  ///< Ordinary memory from now on; the log describes earlier contents.
   };
 
   explicit Region(size_t bytes) : mapping(bytes) {}
@@ -68,7 +68,7 @@ struct Result {
   Extent extent;
 };
 
-/// An operator with all that it takes to run it again. It writes to at most one region.
+/// An operator with everything that is needed to run it again. It writes to at most one region.
 struct Operation {
   c10::OperatorHandle op;
   torch::jit::Stack stack = {};  ///< The arguments; tensors are undefined and in `arguments`.

@@ -51,7 +51,7 @@ void Registry::forget(const RegionPtr& region) {
   const std::lock_guard lock(mutex);
   regions_.erase(region->mapping.base());
   take_from_present(region);
-  // Logs of other regions may need to know how it was made, but not its memory.
+  // Logs of other regions may need the region's log, but not its memory.
   region->mapping.drop();
   region->state = Region::State::absent;
 }

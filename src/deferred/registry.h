@@ -10,10 +10,10 @@
 #include "tessera/memory/deferred_init.h"
 
 // [Note: deferred memory] The storages of a scope lie in private mappings. After each operator the
-// pages of what it wrote are made inaccessible and, beyond a budget, given back. A later use runs
-// the logged operators again: operators that use them within the scope, materialize(), and, for
-// code that goes by address, a handler of SIGSEGV. New contents are computed in another mapping and
-// moved to the region's address in one step, so that no thread sees a part of them.
+// pages that it wrote become inaccessible and, beyond a budget, return to the system. A later use
+// runs the logged operators again. Such a use is an operator within the scope, materialize(), or an
+// access by address, which a handler of SIGSEGV catches. New contents are computed in another
+// mapping and moved to the region's address in one step, so that no thread sees only a part.
 
 namespace tessera::deferred {
 
@@ -35,18 +35,18 @@ class Registry {
 
   /// Makes the region's memory writable, with its contents unless they will be overwritten.
   void bring(const RegionPtr& region, bool contents = true);
-  /// Makes it inaccessible, and gives pages back beyond the budget.
+  /// Makes the region inaccessible, and returns pages beyond the budget to the system.
   void put_away(const RegionPtr& region);
-  /// The region's next contents are those that `load` writes to new memory.
+  /// `load` writes the region's next contents to new memory.
   void add_load(const RegionPtr& region, std::function<void(const Mapping&)> load);
-  /// Gives the pages of a region back, or of all.
+  /// Returns the pages of one region, or of all, to the system.
   void drop_pages(const RegionPtr& region);
   void drop_pages();
-  /// Gives up regions that this thread has made and written by address only.
+  /// Stops deferring regions that this thread has made and written by address only.
   void check_unlogged();
-  /// From here on it is ordinary memory with its contents.
+  /// The region is ordinary memory with its contents from here on.
   void release(const RegionPtr& region);
-  /// The same for contents that the log cannot describe: counted and named.
+  /// The same for contents that the log cannot describe; counts and names them.
   void give_up(const RegionPtr& region, const std::string& reason);
 
  private:

@@ -57,7 +57,7 @@ std::string ranks_text(const std::vector<int>& ranks) {
   return fmt::format("rank{} {}", ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "));
 }
 
-/// The digest that more than half of the ranks have; "" if there is none.
+/// The digest of more than half of the ranks; "" if there is none.
 std::string majority(const Holders& holders) {
   size_t all = 0;
   for (const auto& [digest, ranks] : holders) all += ranks.size();

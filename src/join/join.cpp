@@ -32,7 +32,7 @@ class JoinLoop::Coordinator {
     }
   }
 
-  // Afterwards the joinables again divide by the world size and take rank 0's buffers.
+  // From then on the joinables again divide by the world size and take rank 0's buffers.
   ~Coordinator() { notify_joinables({group_.size(), 0, group_.size(), {}}); }
 
   void next() {
@@ -64,7 +64,7 @@ class JoinLoop::Coordinator {
   }
 
  private:
-  /// Finds out which ranks have data for the next iteration; `active` is true on a rank that has.
+  /// Finds the ranks that have data for the next iteration; `active` is true on these ranks.
   /// Returns false if no rank has data.
   bool begin_iteration(bool active) {
     auto count = at::full({1}, active ? 1 : 0,

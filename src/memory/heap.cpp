@@ -21,7 +21,7 @@ void retain_freed_memory() {
 
 void return_freed_memory() {
   // If another allocator serves the process (preloaded, or a sanitizer's), this call initializes
-  // glibc's allocator, which two threads must not do at the same time.
+  // glibc's allocator. Two threads must not do that at the same time.
   static std::mutex mutex;
   std::lock_guard lock(mutex);
   ::malloc_trim(0);

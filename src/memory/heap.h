@@ -7,7 +7,7 @@ namespace tessera::memory {
 /// Implements ProcessGroupOptions::tune_process. Process-wide; no effect without glibc.
 void retain_freed_memory();
 
-/// Returns the heap memory that is free now to the system, once. For use after a model's parameters
+/// Returns the presently free heap memory to the system, once. For use after a model's parameters
 /// have moved into other storage.
 void return_freed_memory();
 

@@ -17,8 +17,8 @@ using torch::autograd::variable_list;
 
 double scale_of(const at::Tensor& q) { return 1.0 / std::sqrt(static_cast<double>(q.size(2))); }
 
-/// The mask that is added to the scores of queries from `query` on and keys from `key` on: -inf
-/// where a key is later than the query.
+/// The mask to add to the scores of queries from `query` on and keys from `key` on: -inf if a key
+/// is later than its query.
 at::Tensor later_keys(int64_t query, int64_t queries, int64_t key, int64_t keys,
                       const at::TensorOptions& options) {
   return at::full({queries, keys}, -std::numeric_limits<double>::infinity(), options)

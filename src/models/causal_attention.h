@@ -7,14 +7,13 @@ namespace tessera {
 /// Up to this length causal_attention() computes the matrix of all scores, which is faster there.
 inline constexpr int64_t kWholeScoresLength = 256;
 
-/// Causal attention. `q`, `k` and `v` are [N, T, width]; so is the result:
-/// softmax(q·kᵀ / sqrt(width))·v, where a position sees itself and those before it. N counts the
-/// heads of all sequences. `dropout`: the probability in [0, 1) that a weight is dropped.
+/// Causal attention. `q`, `k`, `v` and the result are [N, T, width]. The result is softmax(q·kᵀ /
+/// sqrt(width))·v, where a position sees itself and earlier positions. N counts the heads of all
+/// sequences. `dropout`: the probability in [0, 1) that a weight is dropped.
 ///
 /// Sequences of more than kWholeScoresLength positions never have T × T scores in memory:
-/// libtorch's fused attention computes them where that has such a kernel, else
-/// blockwise_attention(). Both are equal to the plain formula up to rounding, and can be
-/// differentiated once.
+/// libtorch's fused attention computes them if it has such a kernel, else blockwise_attention().
+/// Both equal the plain formula up to rounding, and can be differentiated once.
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             double dropout);
 

@@ -62,10 +62,10 @@ void GPT2Impl::initialize() {
   }
 }
 
-/// [Note: gradient of a tied embedding] The head's gradient of a tied embedding has its shape and
-/// arrives first. If the embedding's own is sparse, autograd adds it to that one in place. A dense
-/// one would be two more tensors of that size: itself, and the sum. The last bits of the sum depend
-/// on it, so small embeddings keep the dense one.
+/// [Note: gradient of a tied embedding] Of a tied embedding, the head's gradient arrives first; it
+/// is dense. If the embedding's own gradient is sparse, autograd adds it to the head's in place. If
+/// it is dense, autograd makes two more tensors of this size: the gradient and the sum. The last
+/// bits of the sum differ, so small embeddings keep the dense gradient.
 at::Tensor GPT2Impl::embed(const at::Tensor& tokens) {
   constexpr size_t kLarge = 64 << 20;  // bytes
   const at::Tensor& weight = wte_->weight;

@@ -65,7 +65,7 @@ class Chunks {
     return at::mm(rows, weight_.slice(0, first, last).t()).to(sum_type_);
   }
 
-  /// The positions of the targets among the classes [first, last), and whether they are there.
+  /// The positions of the targets among the classes [first, last), and true for those within.
   std::pair<at::Tensor, at::Tensor> places(int64_t begin, int64_t end, int64_t first,
                                            int64_t last) const {
     const at::Tensor index = (targets_.slice(0, begin, end) - first).unsqueeze(1);
@@ -137,7 +137,7 @@ struct ChunkedCrossEntropy : torch::autograd::Function<ChunkedCrossEntropy> {
                             int64_t classes, bool differentiated) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const Chunks chunks(rows, weight, targets, {tokens, classes});
-    // A gradient in float16 may be too small without the loss's scale, which backward knows.
+    // A float16 gradient may underflow without the loss's scale, and only backward knows the scale.
     const bool at_once = differentiated && rows.scalar_type() != at::kHalf;
     const bool of_rows = rows.requires_grad(), of_weight = weight.requires_grad();
     const Gradients gradients = chunks.zeros(at_once && of_rows, at_once && of_weight);
@@ -165,7 +165,7 @@ struct ChunkedCrossEntropy : torch::autograd::Function<ChunkedCrossEntropy> {
   }
 
  private:
-  /// Those of forward in the first backward. In a further one they are computed again.
+  /// The first backward takes the gradients of forward. A further one computes them again.
   static Gradients taken_or_computed(AutogradContext& context, const variable_list& saved,
                                      const at::Tensor& grad_loss) {
     auto& data = context.saved_data;
@@ -186,7 +186,7 @@ struct ChunkedCrossEntropy : torch::autograd::Function<ChunkedCrossEntropy> {
   }
 };
 
-/// Which targets are neither a class nor kIgnored.
+/// True for targets that are neither a class nor kIgnored.
 at::Tensor wrong_targets(const at::Tensor& targets, int64_t classes) {
   return targets.lt(0).logical_or_(targets.ge(classes)).logical_and_(targets.ne(kIgnored));
 }
@@ -210,7 +210,7 @@ CrossEntropyChunks CrossEntropyChunks::of(int64_t classes) {
 
 at::Tensor chunked_cross_entropy(const at::Tensor& rows, const at::Tensor& weight,
                                  const at::Tensor& targets, const CrossEntropyChunks& chunks) {
-  // Under autocast the product has its dtype, as that of at::linear.
+  // Under autocast the product has autocast's dtype, as at::linear's has.
   const auto dtype = compat::autocast_dtype(rows).value_or(rows.scalar_type());
   return ChunkedCrossEntropy::apply(rows.to(dtype), weight.to(dtype), targets, chunks.tokens,
                                     chunks.classes, at::GradMode::is_enabled());

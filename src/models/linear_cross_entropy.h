@@ -4,8 +4,8 @@
 
 namespace tessera {
 
-/// Logits that chunked_cross_entropy() has in memory at the same time: those of this many tokens
-/// and classes. At least 1.
+/// Numbers of tokens and classes whose logits chunked_cross_entropy() has in memory at a time. At
+/// least 1.
 struct CrossEntropyChunks {
   int64_t tokens, classes;
 
@@ -23,10 +23,10 @@ struct CrossEntropyChunks {
 at::Tensor linear_cross_entropy(const at::Tensor& rows, const at::Tensor& weight,
                                 const at::Tensor& targets);
 
-/// The same for checked targets, one chunk of logits after the other. Sums over classes and tokens
-/// are float32, or float64 for such rows, and so is the result. Where gradients are needed they are
-/// computed with the loss, so that each logit is computed once; twice if there are more classes
-/// than one chunk has, or for float16, whose gradients need the loss's scale.
+/// The same for checked targets, one chunk of logits after the other. Sums over classes and tokens,
+/// and the result, are float32, or float64 for such rows. Needed gradients are computed with the
+/// loss, so that each logit is computed once. It is computed twice if there are more classes than
+/// one chunk has, and for float16, whose gradients need the loss's scale.
 ///
 /// Memory beside rows and weight: the gradients of both, and one chunk of logits, two if there are
 /// more classes than a chunk has (one more for other dtypes than float32 and float64). UsageError

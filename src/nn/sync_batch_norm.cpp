@@ -39,8 +39,8 @@ struct Moments {
   double count = 0;
 };
 
-/// Where the ranks exchange sums: on the input's device, for which the host then does not wait, or
-/// on the CPU where the group cannot.
+/// The device on which the ranks exchange sums: the input's, so that the host does not wait, or the
+/// CPU where the group does not support it.
 at::Device meeting_place(const at::Tensor& input, const ProcessGroup& group) {
   return group.moves(input.device().type()) ? input.device() : group.control_device();
 }

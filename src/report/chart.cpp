@@ -34,8 +34,8 @@ Scale scale_of(std::vector<double> values, bool from_zero, bool cut_peaks, doubl
   return {low, high, from, to};
 }
 
-/// About five multiples of a step in the range: 1, 2 or 5 times a power of ten. Near neighbours of
-/// a large number have no step that adds anything to them.
+/// About five multiples of a step in the range: 1, 2 or 5 times a power of ten. Between near
+/// neighbours of a large number no step is representable.
 std::vector<double> ticks(const Scale& scale) {
   constexpr int kMost = 10;
   const double rough = (scale.high - scale.low) / 5, power = std::pow(10, floor(log10(rough)));

@@ -4,7 +4,7 @@ namespace tessera::report {
 
 /// The style sheet of the page: one column on a phone, light or dark as the reader's system is. The
 /// colours of series are those of Okabe and Ito (Color Universal Design, 2008), which readers with
-/// colour blindness can tell apart, darker on light and lighter on dark.
+/// colour blindness can distinguish. They are darker on light and lighter on dark.
 inline constexpr const char* kStyle =
     R"css(
 :root { color-scheme: light dark; --text: #1c2024; --dim: #60676f; --page: #ffffff; --card: #f6f7f8;

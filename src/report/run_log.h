@@ -28,7 +28,7 @@ struct RunLog {
 /// Reads the logs at `path`, a file or a folder. Throws UsageError.
 std::vector<RunLog> read_runs(const std::string& path);
 
-/// A member of `json` as a number; `otherwise` where it is missing or another type.
+/// A member of `json` as a number; `otherwise` if it is missing or of another type.
 double number(const nlohmann::ordered_json& json, const std::string& key, double otherwise = 0);
 std::string text(const nlohmann::ordered_json& json, const std::string& key);
 

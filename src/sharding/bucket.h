@@ -34,7 +34,8 @@ at::Tensor window(const at::Tensor& flat, int64_t offset, const at::Tensor& like
 void place(const at::Tensor& gradient, const at::Tensor& window);
 
 /// As place(), but returns the memory of `gradient` to the system as it is copied, so that the
-/// gradient is in memory once. Its values are unspecified afterwards, and nothing else reads them.
+/// gradient is in memory once. Its values are unspecified afterwards, so nothing else may read
+/// them.
 void move_to(const at::Tensor& gradient, const at::Tensor& window);
 
 /// A one-dimensional window of `numel` elements, in memory order.
@@ -52,8 +53,8 @@ at::Tensor in_memory_order(const at::Tensor& tensor, const at::Tensor& like);
 /// `range` must state its strides.
 at::Tensor order_of(const ElementRange& range);
 
-/// Gives the memory of `flat`, a bucket, back; its values are unspecified then. On the CPU the
-/// system gets the whole pages, and the next write new ones. On a device the allocator gets all of
+/// Frees the memory of `flat`, a bucket; its values are unspecified then. On the CPU the system
+/// gets the whole pages, and the next write gets new ones. On a device the allocator gets all of
 /// it, and no view has memory until ensure_memory().
 void release_memory(const at::Tensor& flat);
 /// Memory of unspecified values from the device's allocator, if there is none.

@@ -7,9 +7,9 @@
 namespace tessera::sharding {
 
 /// Cancels callbacks that run on a process group's thread. A backward that throws leaves
-/// collectives running, and they may outlive the objects that their callbacks use. After the guard
-/// is destroyed, a guarded callback does nothing; the destructor waits for a callback that is
-/// running. Declare the guard as the last member, so that it is destroyed first.
+/// collectives running. These may outlive the objects that their callbacks use. After the guard is
+/// destroyed, a guarded callback does nothing; the destructor waits for a callback that is running.
+/// Declare the guard as the last member, so that it is destroyed first.
 class CallbackGuard {
  public:
   CallbackGuard() = default;

@@ -49,8 +49,8 @@ class ModuleBuffers {
   int active_ranks_ = 0;  // 0: all
 };
 
-/// On rank 0 of several: a line in the log that `component` was made from parameter groups alone,
-/// so that nothing keeps the buffers of their module equal.
+/// On rank 0 of several: logs that `component` was made from parameter groups alone, so that
+/// nothing keeps the buffers of their module equal.
 void report_no_module(const char* component, const ProcessGroup& group);
 
 }  // namespace tessera::sharding

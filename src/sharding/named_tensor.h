@@ -27,13 +27,13 @@ std::string first_to_last(const std::vector<NamedTensor>& parameters,
 void check_parameters(const std::string& component, const std::vector<NamedTensor>& parameters,
                       size_t group, int rank);
 
-/// UsageError, naming a parameter that was made in InferenceMode, or if it is enabled now.
+/// UsageError, naming the parameter, if it was made in InferenceMode or that mode is enabled now.
 /// Part of check_parameters().
 void refuse_inference(const std::string& component, const std::vector<NamedTensor>& parameters,
                       int rank);
 
-/// The gradient itself if it is dense. A sparse one (of an embedding) is made dense, which the log
-/// of rank 0 says once in a process.
+/// The gradient itself if it is dense. A sparse gradient (of an embedding) is made dense. Rank 0
+/// logs that once in a process.
 at::Tensor dense_gradient(const std::string& component, const std::string& parameter,
                           const at::Tensor& gradient, int rank);
 

@@ -11,8 +11,8 @@
 
 namespace tessera::sharding {
 
-/// The state that a local optimizer shall have for `shard`, its parameter. Without a value: the
-/// parameter counts as never stepped.
+/// The new state in a local optimizer for `shard`, its parameter. Without a value: the parameter
+/// counts as never stepped.
 struct NewState {
   std::string parameter;
   at::Tensor shard;
@@ -25,7 +25,8 @@ void replace_states(torch::optim::Optimizer& optimizer, const std::string& who,
                     const std::vector<NewState>& states);
 
 /// load_state_slices() that drops each tensor of `slices` when it has copied it, so that a state
-/// that was read from a file is in memory once. It leaves kWireResidual, which is the wrapper's.
+/// that was read from a file is in memory once. It does not touch kWireResidual, which belongs to
+/// the wrapper.
 void take_state_slices(torch::optim::Optimizer& optimizer,
                        const std::vector<ParameterShard>& shards, std::vector<StateSlice>& slices);
 

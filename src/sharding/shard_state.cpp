@@ -12,9 +12,9 @@
 
 namespace tessera::sharding {
 
-// [Note: gathering state] First the ranks exchange, in a few bytes, which state tensors each of
-// their shards has. All ranks derive the same order from that. Then the shards go to the receiving
-// rank one tensor at a time, so no rank ever holds more than one extra tensor.
+// [Note: gathering state] First the ranks exchange, in a few bytes, the list of state tensors of
+// each shard. All ranks derive the same order from it. Then the shards go to the receiving rank one
+// tensor at a time, so no rank ever holds more than one extra tensor.
 
 namespace {
 
@@ -88,8 +88,8 @@ std::map<std::string, ParamState> gather_shard_state(const torch::optim::Optimiz
   std::map<size_t, ParamState> mine;
   json listing = json::array();
   for (const auto* shard : shards) {
-    // An empty shard may have been stepped or loaded apart from the others: its step counter is not
-    // the parameter's.
+    // An empty shard may have been stepped or loaded separately, so its step counter may differ
+    // from the parameter's.
     if (shard->numel == 0 && parameters[shard->parameter].tensor.numel() > 0) continue;
     auto state = get_state(local, shard->tensor);
     if (!state) continue;

@@ -12,7 +12,7 @@
 
 namespace tessera::sharding {
 
-/// State of a ZeroRedundancyOptimizer whose parameters travel encoded: what rounding took from the
+/// State of a ZeroRedundancyOptimizer whose parameters travel encoded: the rounding errors of the
 /// values that the ranks hold. Without it training continues from the rounded values.
 constexpr const char* kWireResidual = "wire_residual";
 
@@ -24,7 +24,7 @@ std::map<std::string, ParamState> gather_shard_state(const torch::optim::Optimiz
                                                      const std::vector<NamedTensor>& parameters,
                                                      ProcessGroup& group, int to);
 
-/// Copies this rank's part of `state` into its local optimizer. Shards without state there count as
+/// Copies this rank's part of `state` into its local optimizer. Shards without state in it count as
 /// never stepped. Local.
 void load_shard_state(torch::optim::Optimizer& local, const std::vector<const OwnedShard*>& shards,
                       const std::vector<NamedTensor>& parameters,

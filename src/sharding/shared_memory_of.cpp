@@ -17,7 +17,7 @@ namespace {
 struct Placed {
   std::string name;
   at::Tensor tensor;
-  std::optional<size_t> parameter;  // its index, if it is one of those that are asked about
+  std::optional<size_t> parameter;  // its index, if it is one of the given parameters
   const char *begin, *end;
 };
 
@@ -54,7 +54,7 @@ std::vector<Placed> named_tensors(const std::vector<NamedTensor>& parameters,
 void find_overlaps(std::vector<Placed> tensors, std::vector<SharedMemory>& result) {
   std::stable_sort(tensors.begin(), tensors.end(),
                    [](const Placed& a, const Placed& b) { return a.begin < b.begin; });
-  const Placed* last = nullptr;  // the one that reaches farthest
+  const Placed* last = nullptr;  // the one with the highest end address
   for (const auto& tensor : tensors) {
     if (tensor.begin == tensor.end) continue;
     if (last && tensor.begin < last->end) {
@@ -66,7 +66,7 @@ void find_overlaps(std::vector<Placed> tensors, std::vector<SharedMemory>& resul
 }
 
 /// By storage. A view keeps the tensor that it was made from (`_base()`), which is a holder without
-/// a name only if something else has it too.
+/// a name only if another object holds it too.
 std::unordered_map<const void*, size_t> known_holders(const std::vector<Placed>& tensors) {
   std::unordered_map<const void*, size_t> holders, views;
   for (const auto& [name, tensor, parameter, begin, end] : tensors) {

@@ -48,7 +48,7 @@ struct WrappedParameters::Entry {
 
 namespace {
 
-/// Why a wrapper cannot use a parameter that `other` has; "" if it can.
+/// The reason why a wrapper cannot use a parameter that `other` has; "" if it can.
 std::string conflict(Use use, const std::string& component, const WrappedParameters::Entry& other) {
   if (other.use == Use::shards) {
     return fmt::format(

@@ -12,13 +12,13 @@ namespace tessera::sharding {
 enum class Use {
   reduces_in_backward,  ///< Reduces their gradients over the ranks during backward.
   reduces_in_step,      ///< Reduces their gradients in step(), and updates them.
-  updates,              ///< Updates them; another wrapper reduces their gradients.
+  updates,              ///< Updates them; another wrapper reduces the gradients.
   shards,               ///< Holds them in shards.
 };
 
-/// While alive, this process knows that a wrapper has these parameters. Two wrappers then cannot
-/// reduce a gradient twice, and no wrapper takes parameters that have no memory of their own.
-/// Thread-safe; all members are local.
+/// While the object lives, this process knows that a wrapper has these parameters. Two wrappers
+/// then cannot reduce a gradient twice, and no wrapper takes parameters that have no memory of
+/// their own. Thread-safe; all members are local.
 class WrappedParameters {
  public:
   /// Has no parameters.

@@ -8,8 +8,8 @@
 
 namespace tessera::store {
 
-/// Which ranks have the files of a checkpoint, which are numbered. This class is the plain case:
-/// all ranks have all files, or the files can only be read here. RemoteFiles derives from it.
+/// Tells which ranks have the numbered files of a checkpoint. This class is the plain case: all
+/// ranks have all files, or only the files of this rank can be read. RemoteFiles derives from it.
 class FileSource {
  public:
   explicit FileSource(ProcessGroup group) : group_(std::move(group)) {}
@@ -28,11 +28,11 @@ class FileSource {
   /// agree() does, if a rank's body threw. `body` must not call collectives. Collective.
   virtual void together(const std::function<void()>& body) { agree(group_, body); }
 
-  /// The place of a rank among those that have a file.
+  /// The number of a rank among the ranks that have a file.
   struct Place {
     int number, count;
   };
-  /// That of `rank`, which has the file, of `ranks` ranks.
+  /// For `rank` of `ranks` ranks; it has the file.
   virtual Place place(size_t file, int rank, int ranks) const {
     (void)file;
     return {rank, ranks};

@@ -8,11 +8,12 @@
 
 namespace tessera::store {
 
-/// Files that ranks make in the run's folder to find out which of them see it begin with this name.
+/// The beginning of the names of files by which ranks find out which of them see the same folder.
 inline constexpr const char* kPlacePrefix = ".place-";
 
-/// Which ranks see the same folder: all, if it is on one host or on a shared file system. Each set
-/// of such ranks is a place. Its lowest rank is its leader, which locks, renames and removes there.
+/// The sets of ranks that see the same folder: one set if they are on one host or a shared file
+/// system. Each set is a place. Its lowest rank is its leader, which locks, renames and removes
+/// there.
 struct FolderPlaces {
   std::vector<int> leaders;        ///< by rank: the leader of its place
   std::vector<std::string> hosts;  ///< by rank: the name of its host
@@ -22,8 +23,8 @@ struct FolderPlaces {
   }
   bool leads(int rank) const { return leaders[rank] == rank; }
 
-  /// Tells the parts of one save in several places, each of which is renamed alone; "" if there is
-  /// one place.
+  /// A text that marks the parts of one save in several places, which are renamed one by one; "" if
+  /// there is one place.
   std::string save_id(const std::string& partial) const;
   /// `text` of rank 0 on the leaders of all places. Collective.
   std::string on_leaders(ProcessGroup group, const std::string& text) const;

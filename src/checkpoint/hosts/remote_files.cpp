@@ -36,7 +36,7 @@ bool RemoteFiles::here(size_t file) const {
 }
 
 FileSource::Place RemoteFiles::place(size_t file, int rank, int ranks) const {
-  if (ranks == 1) return {0, 1};  // it reads all that are here
+  if (ranks == 1) return {0, 1};  // it reads all files of this host
   const auto& holders = holders_[file];
   const auto found = std::find(holders.begin(), holders.end(), rank);
   return {static_cast<int>(found - holders.begin()), static_cast<int>(holders.size())};

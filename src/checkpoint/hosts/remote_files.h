@@ -12,10 +12,10 @@ namespace tessera::store {
 /// Reads files that only other ranks' hosts have, over the group.
 ///
 /// A rank that needs bytes and the ranks that have them must communicate at the same time, so reads
-/// happen within together(): a rank that reads a remote file begins a round, in which every rank
-/// states one request or none and then serves those of the others. Ranks that have finished their
-/// body stay in the rounds until all have. A round moves at most 16 MiB from each rank (64 KiB for
-/// each rank that asks, if that is more).
+/// happen within together(): a rank that reads a remote file begins a round. In a round every rank
+/// states one request or none, and then serves the requests of the others. Ranks that have finished
+/// their body stay in the rounds until all have. A round moves at most 16 MiB from each rank (64
+/// KiB for each rank that asks, if that is more).
 class RemoteFiles : public FileSource {
  public:
   /// Reads a local file; returns -1 with errno set, or less than `count` at the end of the file.

@@ -83,7 +83,7 @@ AtomicFile::AtomicFile(std::string component, const std::string& path)
     if (!file_) continue;
     const auto lock = [&] { return ::flock(file_.get(), LOCK_EX | LOCK_NB); };
     const bool locked = uninterrupted(lock) == 0 || errno != EWOULDBLOCK;
-    // Another process may have taken it for a file whose writer has ended.
+    // Another process may have mistaken it for the file of a writer that has ended.
     if (!locked || (::fstat(file_.get(), &status) == 0 && status.st_nlink == 0)) discard();
   }
   // The ranks write a checkpoint in one new folder, which is removed as a whole.

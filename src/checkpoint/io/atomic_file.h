@@ -10,8 +10,8 @@ namespace tessera {
 
 /// A file that appears under its name either complete or not at all. It is written as a temporary
 /// file in the same folder, synced and renamed; then the folder is synced. Destruction without
-/// `commit` removes the temporary file; those of processes that were killed are removed by the next
-/// AtomicFile in the folder. A symbolic link at `path` is followed: its target is replaced.
+/// `commit` removes the temporary file. The next AtomicFile in the folder removes the temporary
+/// files of killed processes. A symbolic link at `path` is followed: its target is replaced.
 class AtomicFile {
  public:
   /// Throws UsageError if the folder is missing or `path` is not a regular file, Error if the

@@ -21,7 +21,7 @@ class DeclaredTensors {
   /// has another dtype or shape.
   size_t check(const std::string& name, const at::Tensor& tensor) const;
   void mark_written(size_t number) { written_[number] = true; }
-  /// Throws with the names of those that were not written.
+  /// Throws with the names of the tensors that were not written.
   void check_complete() const;
 
  private:

@@ -11,7 +11,7 @@
 
 namespace tessera {
 
-/// Makes a system call, again while a signal interrupts it.
+/// Makes a system call, and repeats it while a signal interrupts it.
 template <class Call>
 auto uninterrupted(const Call& call) {
   auto result = call();
@@ -19,8 +19,8 @@ auto uninterrupted(const Call& call) {
   return result;
 }
 
-/// True if a call that failed with `errno` may succeed if it is made again; waits before that.
-/// `attempts`: those that are left.
+/// True if a call that failed with `errno` may succeed at another try; then waits first.
+/// `attempts`: the remaining ones.
 bool may_pass(int& attempts);
 
 /// The same for a call that only reads. A network file system, and a process without free

@@ -40,7 +40,7 @@ bool still_named(const FileDescriptor& file, const std::string& path) {
          (mine.st_ino == there.st_ino && mine.st_dev == there.st_dev);
 }
 
-/// The lock is written to, so it must not be another name of somebody's file.
+/// The lock file is written, so it must not be a link to another file.
 void check_is_lock(const FileDescriptor& file, const std::string& path) {
   struct stat status {};
   if (::fstat(file.get(), &status) != 0) return;
@@ -79,7 +79,7 @@ FolderLock::FolderLock(const std::string& folder) : path_(folder + "/.lock") {
                       "folder: stop that run or choose another folder",
                       folder, holder(file_)));
     }
-    // So answer Lustre without the option flock, and NFS without its lock service.
+    // Lustre without the option flock and NFS without its lock service give this error.
     if (errno != ENOSYS && errno != ENOLCK && errno != EOPNOTSUPP)
       throw Error(fmt::format("checkpoint: {}: locking failed: {}", path, errno_text(errno)));
     spdlog::warn(

@@ -9,8 +9,8 @@ namespace tessera::store {
 
 /// An exclusive lock (flock) on `<folder>/.lock`, held while this object is alive. The kernel
 /// releases it when the process ends for any reason. The file stays. Some file systems have no
-/// locks, which the log says, or do not show them to other hosts. Each holder writes its name into
-/// the file, so check_held() notices a second one.
+/// locks, which is logged; some do not show locks to other hosts. Each holder writes its name into
+/// the file, so check_held() notices a second holder.
 class FolderLock {
  public:
   FolderLock() = default;

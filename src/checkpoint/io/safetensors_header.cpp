@@ -146,8 +146,8 @@ std::string in_quotes(std::string_view name) {
 
 namespace {
 
-/// Another format that a file with an impossible header size begins like; "" if none is known. A
-/// possible size may have the same bytes.
+/// For a file with an impossible header size: another format that begins with the same bytes, or
+/// "". A possible size may have these bytes too.
 std::string other_format(const unsigned char (&prefix)[kSizeBytes]) {
   const std::string_view begin(reinterpret_cast<const char*>(prefix), kSizeBytes);
   if (begin.substr(0, 4) == "PK\x03\x04")

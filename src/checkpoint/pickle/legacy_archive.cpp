@@ -69,7 +69,7 @@ struct Stream {
         machine.root.kind == Kind::dict ? machine.find(machine.root, "little_endian") : nullptr;
     if (little == nullptr || little->integer == 0) refuse("it is not of a little-endian machine");
   }
-  /// Takes the elements of a storage and their number. The record is that of its elements.
+  /// Takes the elements of a storage and their number. The record contains the elements.
   ZipRecord storage(std::string_view key, uint64_t width) {
     if (width == 0) refuse("a storage has a dtype that Tessera does not read");
     const auto count = static_cast<uint64_t>(number());
@@ -80,11 +80,11 @@ struct Stream {
   }
 };
 
-/// Reads the tar archive of PyTorch 0.1. Its members are `sys_info`; `pickle`, in which a tensor is
-/// a text, its number; `tensors`: how many there are, then of each a pickle of its number, that of
-/// its storage and a class, the number of dimensions, sizes, strides and offset; and `storages`:
-/// how many there are, then of each a pickle of its number, place and class, the number of elements
-/// and these. A list of views of storages, which follows, is not read.
+/// Reads the tar archive of PyTorch 0.1. Its members are: `sys_info`. `pickle`, in which a tensor
+/// is a text with its number. `tensors`: their count; then for each one a pickle of its number, its
+/// storage's number and a class, the number of dimensions, sizes, strides and offset. `storages`:
+/// their count; then for each one a pickle of its number, place and class, the number of elements,
+/// and the elements. After it comes a list of views of storages, which is not read.
 class TarReader {
  public:
   TarReader(const std::string& where, uint64_t file_bytes, const ReadAt& read)
@@ -139,7 +139,7 @@ class TarReader {
     return static_cast<size_t>(number.root.integer);
   }
 
-  /// What describes a tensor or storage: three values, of which the first `numbers` are numbers.
+  /// The description of a tensor or storage: three values. The first `numbers` of them are numbers.
   static Values described(Stream& in, size_t numbers) {
     Values values = in.pickle(kMaxPrologueBytes);
     bool sound = values.root.kind == Kind::tuple && values.items(values.root).size() == 3;

@@ -357,7 +357,7 @@ class Machine {
     const Value state = stack_.pop(), object = stack_.top();
     if (object.kind == Kind::foreign) {
       const auto& items = values_.items(object);
-      // The attributes of a C++ module are all that it has.
+      // A C++ module consists of its attributes.
       if (state.kind != Kind::dict ||
           !is_cpp_module(values_.text(items[0]), values_.text(items[1])))
         return stack_.add(Kind::foreign, {state});

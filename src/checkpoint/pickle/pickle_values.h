@@ -26,7 +26,7 @@ enum class Kind : uint8_t {
   storage,  // type, key, number of elements or bytes
   tensor,   // storage, offset, sizes, strides; and a dtype, if the storage has none
   set,
-  foreign,  // what Tessera does not read: module, name; then arguments, state and items
+  foreign,  // an object that Tessera does not read: module, name; then arguments, state and items
 };
 
 struct Value {
@@ -46,7 +46,7 @@ struct Values {
   std::string pickle;
   std::deque<std::vector<Value>> nodes;
   std::vector<Value> storages;       // in the order of the pickle
-  std::vector<Value> tensor_ids;     // tensors of which the pickle has a text alone
+  std::vector<Value> tensor_ids;     // tensors that are only a text in the pickle
   std::vector<std::string> foreign;  // "argparse.Namespace": what is foreign, each name once
   Value root;
 

@@ -42,7 +42,7 @@ struct TorchArchive::Impl {
 namespace {
 
 constexpr size_t kMaxVersionBytes = 64;
-// Shorter runs of a strided tensor are read with all that lies between them.
+// Shorter runs of a strided tensor are read together with the elements between them.
 constexpr int64_t kShortestRunBytes = 256;
 
 /// The dimensions that move in the storage, the one with the largest stride first.

@@ -20,7 +20,8 @@ namespace tessera::pickle {
 class TorchArchive {
  public:
   /// Throws UsageError with path and reason if the file is not such an archive, was written by a
-  /// big-endian machine, or is TorchScript with code. Logs what its values do not include.
+  /// big-endian machine, or is TorchScript with code. Logs the contents that its values do not
+  /// include.
   explicit TorchArchive(const std::string& path);
   ~TorchArchive();
 
@@ -37,8 +38,8 @@ class TorchArchive {
   /// A new contiguous CPU tensor.
   at::Tensor load(const TorchTensor& tensor) const;
   /// Reads `count` elements from `begin` on, in row-major order, to `out`. Of a contiguous tensor
-  /// it reads no others. Of a strided one it reads whole rows: the elements alone, if at least 256
-  /// bytes of them lie side by side; else also what lies between them.
+  /// it reads only these. Of a strided one it reads whole rows: the elements alone, if at least 256
+  /// bytes of them lie side by side; else also the bytes between them.
   void load_slice(const TorchTensor& tensor, int64_t begin, int64_t count, at::Tensor& out) const;
 
  private:

@@ -97,7 +97,7 @@ class Walk {
     return false;
   }
 
-  /// The name of `value` is in name_, and is there again afterwards.
+  /// name_ contains the name of `value`, before and after the call.
   void visit(const Value& value, int depth) {
     enter(depth);
     if (value.kind == Kind::tensor) return add(value);

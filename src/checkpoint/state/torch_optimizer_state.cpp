@@ -30,7 +30,7 @@ const std::set<std::string> kWithoutEffect{"foreach",    "fused",  "capturable",
                                            "initial_lr", "params", "param_names"};
 constexpr const char* kDecoupled = "decoupled_weight_decay";
 
-// Groups may share one long list, which would be read for each of them.
+// Groups may share one long list; without a limit it would be read once for each group.
 constexpr size_t kMaxList = 16;
 
 }  // namespace

@@ -15,11 +15,11 @@
 namespace tessera {
 namespace store {
 
-/// The version of the checkpoint at `path` that all ranks have which have any; "" if there is none
-/// or not on this rank. Collective.
+/// The version of the checkpoint at `path` that is common to all ranks that have one; "" if there
+/// is none or not on this rank. Collective.
 std::string common_version(ProcessGroup group, const std::string& path);
 
-/// As agree(). Throws CheckpointDamagedError on all ranks if that is what every failed rank threw.
+/// As agree(). Throws CheckpointDamagedError on all ranks if every failed rank threw one.
 void agree_undamaged(ProcessGroup group, const std::function<void()>& body);
 
 /// The end of an error: "; older checkpoints in FOLDER: NAMES" of those beside the one at `path`.
@@ -45,8 +45,8 @@ struct Checkpoint::Impl : store::SliceReader {
   /// older checkpoints.
   [[noreturn]] void damaged(const std::string& file, const std::string& tensor,
                             const std::string& reason) const;
-  /// The same for an errno, -1 for what is no regular file. Throws Error if the system could
-  /// not read the file, which may be sound.
+  /// The same for an errno, or -1 for anything but a regular file. Throws Error if the system could
+  /// not read the file: it may be sound.
   [[noreturn]] void refuse(const std::string& file, int error) const;
   /// The same for a tensor whose data has changed; names its bytes in the file.
   [[noreturn]] void damaged_data(const store::FileRecord& file, const std::string& tensor) const;

@@ -18,11 +18,10 @@ namespace tessera::store {
 
 // [Note: committing] Each rank syncs its own files and sends their sizes and digests to rank 0,
 // which composes the manifest. The leader of each place writes the manifest there and then renames
-// the folder. After a failure before the rename there is no checkpoint; after a failure behind it
-// the checkpoint is complete. With several places the checkpoint is complete after the last rename.
-// No leader renames before all have written the manifest, and none removes an older checkpoint, or
-// one that this one replaces, before all have renamed and synced: until then the older one is
-// complete in every place.
+// the folder. After a failure before the rename there is no checkpoint; after a later failure it is
+// complete. With several places the checkpoint is complete after the last rename. Leaders rename
+// only after all have written the manifest. They remove older and replaced checkpoints only after
+// all have renamed and synced: until then the older one is complete in every place.
 
 namespace {
 
@@ -65,8 +64,8 @@ void write_manifest(const std::string& folder, const std::string& text) {
   file.commit();
 }
 
-/// Removes what the checkpoint of step `written` replaces or makes needless. A failure changes
-/// nothing in the checkpoint, so it is only told.
+/// Removes the checkpoints that step `written` replaces or makes superfluous. A failure does not
+/// affect the new checkpoint, so it is only logged.
 void prune(const std::string& folder, int64_t written, const CheckpointStoreOptions& options,
            const std::vector<int64_t>& keep) {
   try {
@@ -105,7 +104,7 @@ std::string agreed_manifest(const CheckpointStore::Impl& run, const std::string&
   return run.places.on_leaders(group, text);
 }
 
-/// Writes what the rename of this place's folder makes final.
+/// Writes the files that the rename of this place's folder makes final.
 void prepare_place(const CheckpointStore::Impl& run, const std::string& folder,
                    const std::string& text) {
   const Manifest manifest = manifest_from_text(text);

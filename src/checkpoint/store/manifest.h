@@ -77,7 +77,7 @@ std::vector<FileRecord> records_from_text(const std::string& text);
 std::string manifest_to_text(const Manifest& manifest);
 
 /// The version of a manifest of our format that is above kManifestVersion; 0 for any other text. A
-/// newer version may have another digest, so it is looked for before the digest is compared.
+/// newer version may have another digest, so the version is checked before the digest.
 int newer_version(std::string_view text);
 
 /// Throws UsageError for any changed, missing or additional byte and for another format or version.

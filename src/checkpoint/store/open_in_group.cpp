@@ -119,7 +119,7 @@ Checkpoint::Impl::Impl(const std::string& folder, ProcessGroup group)
   index_slices();
 }
 
-/// Finds out which ranks have which files.
+/// Finds the ranks that have each file.
 void Checkpoint::Impl::find_holders(ProcessGroup group) {
   std::string mine;  // "" if all files are here
   store::agree_undamaged(group, [&] {

@@ -9,13 +9,13 @@
 
 // The folder of a run on disk: `step-00000120` is a committed checkpoint,
 // `.step-00000120.partial-…` is an unfinished one, and `.step-00000120.replaced-…` a complete one
-// that another of the same step replaces. All functions throw Error with path and reason if the
-// system reports a failure.
+// that a newer checkpoint of this step replaces. All functions throw Error with path and reason if
+// the system reports a failure.
 //
-// [Note: replaced checkpoints] A crash may leave some renames of a replacement undone: where a file
-// system cannot exchange two names there may be no `step-…`, and of several places some may have
-// the old one. So the old one is kept until all places have the new one, and a reader takes the
-// version that all places have.
+// [Note: replaced checkpoints] A crash may leave some renames of a replacement undone: if a file
+// system cannot exchange two names there may be no `step-…`, and some of several places may have
+// the old version. So the old version is kept until all places have the new one, and a reader takes
+// the version that all places have.
 
 namespace tessera::store {
 
@@ -42,7 +42,7 @@ std::vector<int64_t> committed_steps(const std::string& folder);
 /// NaN or infinite.
 inline constexpr const char* kUnsoundName = "unsound.txt";
 
-/// Those of `steps` whose checkpoints are marked as unsound.
+/// The `steps` whose checkpoints are marked as unsound.
 std::set<int64_t> unsound_steps(const std::string& folder, const std::vector<int64_t>& steps);
 
 /// The checkpoints among `steps` (ascending) to remove: all except the last `keep_last` sound ones,
@@ -60,11 +60,11 @@ void sync_run(const std::string& folder);
 /// it becomes a replaced one, whose path is returned; otherwise returns "".
 std::string publish(const std::string& folder, const std::string& partial, int64_t step);
 
-/// Undoes publish(): `replaced` is what it returned.
+/// Undoes publish(), which returned `replaced`.
 void unpublish(const std::string& folder, int64_t step, const std::string& replaced);
 
-/// Removes the replaced checkpoints, of one step or of all. One of which the step has no other gets
-/// its name back. For all steps, the ranks must share the folder.
+/// Removes the replaced checkpoints, of one step or of all. If a step has no other checkpoint, its
+/// replaced one gets the name back. For all steps, the ranks must share the folder.
 void settle_replaced(const std::string& folder, std::optional<int64_t> only = {});
 
 /// Removes a checkpoint. It is renamed first, so that a partly removed checkpoint is never mistaken
@@ -74,8 +74,8 @@ void remove_checkpoint(const std::string& folder, int64_t step);
 /// Removes a folder and its contents, if it exists.
 void remove_tree(const std::string& path);
 
-/// Removes everything with a partial name, and files that find_places() has left; unless `all`,
-/// only those in which nothing has changed for an hour.
+/// Removes everything with a partial name, and files that find_places() has left. Unless `all` is
+/// true, keeps those that changed within the last hour.
 void remove_leftovers(const std::string& folder, bool all);
 
 }  // namespace tessera::store

@@ -45,7 +45,7 @@ class Assembly {
 
   std::string where_;
   const ElementRange& request_;
-  ElementRange range_;     // what is read: the request, or the whole parameter in its saved order
+  ElementRange range_;     // to read: the request, or the whole parameter in its saved order
   bool reorders_ = false;  // the latter
   const std::vector<SavedSlice>& saved_;
   const SliceReader& reader_;

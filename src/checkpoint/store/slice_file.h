@@ -16,7 +16,7 @@ struct SliceFile {
   std::vector<SliceRecord> layout;
 };
 
-/// How messages name the slices of a parameter: `optimizer slices of "fc.weight"`.
+/// The name of a parameter's slices in messages: `optimizer slices of "fc.weight"`.
 std::string slices_text(const std::string& set, const std::string& parameter);
 
 /// Throws UsageError for a range outside of its parameter, for two slices of the same range, and

@@ -5,9 +5,9 @@
 
 namespace tessera {
 
-/// Where a link at `file` leads to, if that is not in the folder of `file`. Otherwise, and if it
-/// leads nowhere, empty. In Hugging Face's cache the files of models--NAME/snapshots/COMMIT are
-/// links to those of models--NAME/blobs, which count as being in the folder.
+/// The target of a link at `file`, if it is outside the folder of `file`. Empty otherwise, and if
+/// there is no target. In Hugging Face's cache the files of models--NAME/snapshots/COMMIT are links
+/// to those of models--NAME/blobs, which count as being in the folder.
 inline std::filesystem::path link_outside(const std::filesystem::path& file) {
   std::error_code error;
   if (!std::filesystem::is_symlink(file, error)) return {};

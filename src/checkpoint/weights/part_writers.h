@@ -9,7 +9,7 @@
 
 namespace tessera {
 
-/// The writers of one rank's files of weights, of the kind that the path says.
+/// The writers of one rank's files of weights; the path determines their kind.
 class PartWriters {
  public:
   /// The arguments must outlive the object. `path`: as of save_weights().

@@ -5,16 +5,16 @@
 
 #include "tessera/safetensors_weights.h"
 
-// [Note: what a folder of weights holds] Hugging Face's libraries prefer model.safetensors to an
-// index, and so does Tessera. A save gives its parts names that no file has, replaces the index in
-// one step, removes model.safetensors, and then the parts of former saves. So a reader finds the
-// whole former save or the whole new one at every moment: model.safetensors of the former one as
-// long as it is there, otherwise what the index names.
+// [Note: files of a folder of weights] Hugging Face's libraries prefer model.safetensors to an
+// index; Tessera does the same. A save gives its parts names that no file has, replaces the index
+// in one step, removes model.safetensors, and then the parts of former saves. So a reader finds the
+// whole former save or the whole new one at every moment: model.safetensors of the former save
+// while it exists, otherwise the files of the index.
 
 namespace tessera {
 
-/// Makes the folder. Returns what the names of `parts` need, so that no file of a former save has
-/// them: "", or a tag for name_parts(). UsageError if it cannot.
+/// Makes the folder. Returns a tag for name_parts() if a file of a former save has the name of one
+/// of `parts`, else "". UsageError if it cannot.
 std::string make_weights_folder(const std::string& folder, const std::vector<WeightsPart>& parts);
 inline std::string with_tag(std::string file, const std::string& tag) {
   return file.insert(std::string("model").size(), tag);

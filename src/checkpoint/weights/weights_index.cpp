@@ -25,7 +25,8 @@ constexpr std::string_view kTorchSuffix = ".bin";
   throw UsageError("weights: " + path + ": " + reason);
 }
 
-/// Parses the text. A key that is given twice in one object would otherwise count once.
+/// Parses the text. Refuses a key that one object has twice; the parser would drop one of the
+/// values.
 json parse_once(const std::string& path, const std::string& text) {
   std::vector<std::set<std::string>> keys;
   const auto look = [&](int /*depth*/, json::parse_event_t event, json& value) {
@@ -51,7 +52,7 @@ void check_part_name(const std::string& path, const std::string& tensor, const s
                         kWeightMap, in_quotes(tensor), in_quotes(file), kFileSuffix, kTorchSuffix));
 }
 
-/// Other libraries do not read it, so that any value is allowed.
+/// Other libraries do not read it, so any value is allowed.
 std::optional<uint64_t> total_of(const json& value) {
   const auto metadata = value.find("metadata");
   if (metadata == value.end() || !metadata->is_object() || !metadata->contains(kTotalSize))

@@ -32,7 +32,7 @@ bool is_private(const fs::path& folder) {
          info.st_uid == ::getuid() && (info.st_mode & 077) == 0;
 }
 
-/// The folders in which rank 0 may announce a folder: the usual one, else those that
+/// The folders in which rank 0 may announce a folder: the usual folder, else the folders that
 /// make_private_base() has made beside it.
 std::vector<fs::path> private_bases() {
   const auto usual = usual_base();
@@ -60,8 +60,8 @@ fs::path make_private_base() {
 }
 
 /// Takes the lock if it is free; `make`: creates a missing file. Returns the descriptor that holds
-/// the lock, or -1. A file that was removed between opening and locking does not count. Where the
-/// file system has no locks, the caller with `make` goes on without.
+/// the lock, or -1. A file that was removed between opening and locking does not count. If the file
+/// system has no locks, the caller with `make` continues without one.
 int try_lock(const fs::path& lock, bool make) {
   const int fd = ::open(lock.c_str(), O_RDWR | (make ? O_CREAT : 0) | O_CLOEXEC, 0600);
   if (fd < 0 && make)

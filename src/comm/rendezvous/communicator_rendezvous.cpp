@@ -30,8 +30,8 @@ namespace {
 using Communicator = detail::Communicator;
 using Store = c10::intrusive_ptr<c10d::Store>;
 
-/// The values that the ranks exchange during start-up. A rank that cannot go on says why, so that
-/// none waits for it.
+/// The values that the ranks exchange during start-up. A rank that cannot continue sends the
+/// reason, so that no rank waits for it.
 class Exchange {
  public:
   Exchange(Communicator& communicator, std::chrono::milliseconds limit)
@@ -40,7 +40,7 @@ class Exchange {
         communicator_(communicator),
         deadline_(std::chrono::steady_clock::now() + limit) {}
 
-  /// What `say` returns on each rank. If it throws on a rank, UsageError on all.
+  /// The result of `say` on each rank. If it throws on a rank, UsageError on all.
   template <class Say>
   std::vector<std::string> operator()(const Say& say) {
     std::string mine;
@@ -76,7 +76,7 @@ std::vector<std::string> lines_of(const std::string& text) {
   return lines;
 }
 
-/// What must be equal on all ranks, each in a line.
+/// The values that must be equal on all ranks, one a line.
 std::string described(const ProcessGroupOptions& options) {
   constexpr const char* kBackends[] = {"Auto", "SharedMemory", "Gloo", "NCCL", "MPI", "TCP"};
   return fmt::format(
@@ -98,7 +98,7 @@ void check_equal(const std::vector<std::vector<std::string>>& cards, size_t line
                         r, cards[r][i], cards[0][i]));
 }
 
-/// A file without a name that is open as long as the store over it.
+/// A file without a name. It stays open as long as the store that uses it.
 struct OpenFile {
   Socket file;
   std::string name() const { return fmt::format("/proc/self/fd/{}", file.fd()); }
@@ -123,7 +123,7 @@ Store store_in_memory(Exchange& exchange) {
   const auto name = "/memfd:" + place.substr(0, blank), path = place.substr(blank + 1);
   const auto opened = exchange([&] {
     if (exchange.rank != 0) file = Socket(::open(path.c_str(), O_RDWR | O_CLOEXEC));
-    // Another file has this place in another pid namespace.
+    // In another pid namespace this path is another file.
     char target[256] = {};
     const auto own = fmt::format("/proc/self/fd/{}", file.fd());
     const bool is_it = file.fd() >= 0 && ::readlink(own.c_str(), target, sizeof target - 1) > 0 &&
@@ -156,7 +156,7 @@ Store served_store(Exchange& exchange, const std::string& address,
   Store store;
   exchange([&] {
     try {
-      // The others wait for this rank's word.
+      // The others wait for this rank's value.
       store = c10::make_intrusive<VerifiedStore>(place, timeout * 3 / 4, std::move(server));
     } catch (const StoreLost& error) {
       throw UsageError(
@@ -170,7 +170,7 @@ Store served_store(Exchange& exchange, const std::string& address,
   return store;
 }
 
-/// The address of this rank if no other is to be reached.
+/// The address of this rank if no other host must be reached.
 std::string own_address(int rank) {
   const char* const interface = std::getenv("GLOO_SOCKET_IFNAME");
   return interface && *interface ? address_of_interface(interface, rank) : usual_address();

@@ -65,7 +65,7 @@ bool is_batch_script(const GetVariable& get) {
 
 /// True when the PMI variables come from srun --mpi=pmi2: they then equal Slurm's own variables,
 /// which are preferred because they also describe the hosts. The ranks of an mpiexec inside a step
-/// have other numbers.
+/// are numbered differently.
 bool equals_slurm(const GetVariable& get, int rank, int size) {
   return number(get, "SLURM_PROCID", 0, kMaxCount) == rank &&
          step_number(get, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") == size;
@@ -138,7 +138,7 @@ LaunchEnvironment read_launch_environment(const GetVariable& get) {
   }
   result.master_address = text(get, "MASTER_ADDR");
   result.master_port = number(get, "MASTER_PORT", 1, 65535).value_or(0);
-  // The ranks of one host meet in a folder.
+  // The ranks of one host find each other in a folder.
   if (result.launcher == "Slurm" && result.size > 1 && result.local_size != result.size)
     add_slurm_master(get, result);
   if (result.size > 1) result.rendezvous = text(get, "TESSERA_RENDEZVOUS");

@@ -32,9 +32,9 @@ struct LaunchEnvironment {
 /// Returns the value of an environment variable, or null when it is unset; as std::getenv.
 using GetVariable = std::function<const char*(const char* name)>;
 
-/// The launchers are tried in the order torchrun, Open MPI, PMI, Slurm; the first that has set its
-/// variables counts. Pure: reads nothing but `get`. Throws UsageError naming the variable when a
-/// value is no number, is out of range, or contradicts another variable.
+/// The launchers are tried in the order torchrun, Open MPI, PMI, Slurm; the first one with all of
+/// its variables set is used. Pure: reads nothing but `get`. Throws UsageError naming the variable
+/// when a value is not a number, is out of range, or contradicts another variable.
 LaunchEnvironment read_launch_environment(const GetVariable& get);
 
 /// As tessera::detail::launcher_rank() with the variables that `get` returns. Pure.

@@ -11,10 +11,11 @@
 
 namespace tessera::comm {
 
-/// The store of a world over hosts that rank 0 serves, and what rank 0 knows about it.
+/// The store that rank 0 serves for a world over hosts, and rank 0's information about it.
 struct OwnStore {
   c10::intrusive_ptr<c10d::Store> store;
-  /// Rank 0 alone: where the store listens and whom it has refused, to complete an error message.
+  /// Rank 0 alone: the addresses of the store and the peers that it has refused, to complete an
+  /// error message.
   std::function<std::string()> remark = [] { return std::string(); };
 };
 

@@ -48,7 +48,8 @@ int slurm_port(const GetVariable& get) {
   const auto job = leading_number(get, "SLURM_JOB_ID", "a number");
   if (!job) return 0;
   const auto step = leading_number(get, "SLURM_STEP_ID", "a number").value_or(0);
-  // Below the ports that the kernel gives to clients. Successive jobs and steps differ.
+  // A port below those that the kernel gives to clients. Successive jobs and steps get different
+  // ones.
   constexpr uint64_t kLowest = 20000, kPorts = 10000, kBetweenJobs = 10;
   return static_cast<int>(kLowest + (*job % kPorts * kBetweenJobs + step % kPorts) % kPorts);
 }

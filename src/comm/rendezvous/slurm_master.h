@@ -7,7 +7,7 @@
 namespace tessera::comm {
 
 /// The first host of a list as Slurm writes it: `node03` of "node[03-05,9],gpu1". Pure. Throws
-/// UsageError, naming `variable`, for what is no such list.
+/// UsageError, naming `variable`, for any other text.
 std::string first_slurm_host(const std::string& variable, const std::string& list);
 
 /// Sets MASTER_ADDR and MASTER_PORT of a step over several hosts, if `result` has neither. The

@@ -194,7 +194,7 @@ StoreRendezvous between_hosts(const LaunchEnvironment& environment,
 }
 
 /// Agents of torchrun may use a loopback address and still run in different containers, so with
-/// them only the numbers of ranks tell that there is one host.
+/// these agents only the numbers of ranks show that there is one host.
 bool on_one_host(const LaunchEnvironment& environment) {
   return environment.local_size == environment.size ||
          (!environment.agent_store && is_loopback(environment.master_address));

@@ -17,8 +17,8 @@ struct StoreRendezvous {
   /// its memory.
   std::vector<int> hosts;
   std::string address;  ///< This host's address for the others; empty if all ranks share a host.
-  /// Why the program's own library cannot carry messages; see detail::Communicator. Empty: it can,
-  /// or there is none.
+  /// The reason why the program's own library cannot carry messages; see detail::Communicator.
+  /// Empty: it can, or there is none.
   std::string refusal = {};
 };
 

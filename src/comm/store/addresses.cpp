@@ -79,7 +79,7 @@ int64_t number_of_interface(const std::string& name, const char* what) {
   return file >> number && number > 0 ? number : 0;
 }
 
-/// The flag follows the cable by up to a second.
+/// The flag changes up to a second after the cable does.
 bool has_cable(const ifaddrs& entry) {
   if (!(entry.ifa_flags & IFF_UP) || (entry.ifa_flags & IFF_LOOPBACK)) return false;
   return (entry.ifa_flags & IFF_RUNNING) || number_of_interface(entry.ifa_name, "carrier") == 1;

@@ -20,8 +20,9 @@ bool is_loopback(const std::string& address);
 /// route. Sends nothing, but may ask a name server.
 std::string address_towards(const std::string& peer);
 
-/// The numeric address of the first of these interfaces, "eth0" or "eth0,eth1", that has one; an
-/// IPv4 address before an IPv6 one. Throws UsageError, naming GLOO_SOCKET_IFNAME, if none has.
+/// The numeric address of the first of the given interfaces ("eth0" or "eth0,eth1") that has an
+/// address; an IPv4 address comes before an IPv6 one. Throws UsageError, naming GLOO_SOCKET_IFNAME,
+/// if none has.
 std::string address_of_interface(const std::string& names, int rank);
 
 /// The numeric addresses of a host, each once. Throws UsageError, naming MASTER_ADDR and the rank,
@@ -50,8 +51,8 @@ struct NetworkInterface {
 /// interface that has IPv4 addresses only these.
 std::vector<NetworkInterface> network_interfaces();
 
-/// outward_address(), else that of the first interface that is up and is not the loopback one;
-/// empty if there is none.
+/// outward_address(), else the address of the first interface that is up and is not the loopback
+/// one; empty if there is none.
 std::string usual_address();
 
 }  // namespace tessera::comm

@@ -9,7 +9,8 @@
 
 namespace tessera::comm {
 
-// How a rank and the store prove to each other that they know the same secret, and do not send it:
+// The protocol by which a rank and the store prove to each other that they know the same secret,
+// without sending it:
 //
 //   rank  -> store   hello      mark, rank, attempt, world, whether it has a secret, nonce
 //   store -> rank    challenge  mark, attempt, world, whether it has a secret, nonce
@@ -19,10 +20,10 @@ namespace tessera::comm {
 //
 // A proof is HMAC-SHA256, with the secret as key, over the name of the side that proves, the hello
 // and the challenge. Words can be tried against a proof, and anybody can connect to the store, so
-// the rank proves first. Nonces are 32 random bytes, so no proof is of use twice. Each of the four
-// ends with a checksum (seal()): damage on the way is not taken for another secret. All sizes are
-// fixed. Integers are big-endian. An empty secret is a key too. These functions are pure, except
-// for the random nonces.
+// the rank proves first. Nonces are 32 random bytes, so no proof can be used twice. Each of the
+// four messages ends with a checksum (seal()), so damage on the way is not mistaken for another
+// secret. All sizes are fixed. Integers are big-endian. An empty secret is a key too. These
+// functions are pure, except for the random nonces.
 
 /// The identity that a rank claims before it has proved anything.
 struct Hello {

@@ -8,8 +8,8 @@
 
 namespace tessera::comm {
 
-/// Codes of requests, with their parts. They do what the functions of c10d::Store of these names
-/// do.
+/// Codes of requests, with their parts. They work as the functions of c10d::Store of the same
+/// names.
 enum class Request : uint8_t {
   set = 1,      ///< key, value
   get,          ///< key; waits until the key exists; reply: value
@@ -30,8 +30,8 @@ enum class Reply : uint8_t {
 /// The keys and values of a store. Not thread-safe.
 class KeyTable {
  public:
-  /// Executes a request; nullopt if it must be asked again after the table has changed. Any request
-  /// is allowed: what makes no sense is refused.
+  /// Executes a request; nullopt if it must be repeated after a change of the table. Any bytes are
+  /// allowed; an invalid request is refused.
   std::optional<StoreMessage> answer(const StoreMessage& request);
   /// Grows with every change.
   uint64_t version() const { return version_; }

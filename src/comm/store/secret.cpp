@@ -19,7 +19,7 @@ namespace {
 
 constexpr size_t kMaxSecretBytes = 4096, kMinSecretBytes = 16, kMinDifferentBytes = 8;
 
-/// The secret, or UsageError if it can be found by trying. `variable`: where it is from.
+/// The secret, or UsageError if it can be found by trying. `variable`: its source.
 std::string checked(std::string secret, const char* variable, int rank, const Caller& caller) {
   const std::set<char> different(secret.begin(), secret.end());
   if (secret.size() >= kMinSecretBytes && different.size() >= kMinDifferentBytes) return secret;

@@ -50,7 +50,7 @@ void Session::complain(bool proved) {
     complaint_ = fmt::format("{}makes its world number {}; expected number {}", who,
                              hello_->world + 1, gate_.world + 1);
   }
-  if (proved) return;  // a rank of the next world is only early
+  if (proved) return;  // a rank of the next world may come early
   complaint_ = who;
   const auto server = gate_.noun + " 0";
   complaint_ += !hello_->has_secret    ? "has no secret, and " + server + " has one"

@@ -9,9 +9,9 @@
 
 namespace tessera::comm {
 
-/// The store's side of one connection, without its socket: bytes in, bytes out. A peer that sends
-/// anything unexpected is dropped. Until the peer has proved the secret, at most kHelloBytes of it
-/// are kept, and none of its requests is read.
+/// The store's side of one connection, without a socket: it takes and returns bytes. A peer that
+/// sends anything unexpected is dropped. Until the peer has proved the secret, at most kHelloBytes
+/// of its bytes are kept, and its requests are not read.
 class Session {
  public:
   struct Gate {
@@ -36,8 +36,8 @@ class Session {
   bool is_member() const { return stage_ == Stage::member; }
   /// False if the peer has not even sent a hello.
   bool greeted() const { return hello_.has_value(); }
-  /// Why a peer that speaks this protocol was refused, as "it calls itself rank 2 and …"; empty
-  /// if it was not.
+  /// The reason for refusing a peer that speaks this protocol, as "it calls itself rank 2 and …";
+  /// empty if it was not refused.
   const std::string& complaint() const { return complaint_; }
 
  private:

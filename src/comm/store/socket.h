@@ -29,10 +29,10 @@ class Socket {
   int fd_ = -1;
 };
 
-/// True for errors of a socket that may be gone at the next try.
+/// True for errors of a socket that may not occur at the next try.
 bool is_temporary(int error);
 
-/// No delay for small messages, and probes that find out when the peer's host is gone.
+/// Sends small messages without delay, and probes whether the peer's host is still reachable.
 void prepare_connection(int fd);
 
 /// Sockets that listen on exactly these numeric addresses, on one port. An address that this host
@@ -46,8 +46,8 @@ int port_of(const Socket& listener);
 /// The numeric address of a socket's peer.
 std::string peer_of(const Socket& connection);
 
-/// A socket that connects to one numeric address, without waiting for it: it is writable when that
-/// is done. Throws std::system_error.
+/// A socket that connects to one numeric address, without waiting for it: the socket is writable
+/// when it has connected. Throws std::system_error.
 Socket begin_to_connect(const std::string& address, int port);
 
 /// The error of the last operation that ended on a socket, as in errno; 0: none.

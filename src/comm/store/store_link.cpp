@@ -23,7 +23,7 @@ using Clock = std::chrono::steady_clock;
 /// One try, of connecting and of the handshake. The store's own limit is shorter.
 constexpr std::chrono::milliseconds kConnectLimit{2000}, kHandshakeLimit{3000};
 
-/// A failure that may pass: connecting again may help.
+/// A failure that may be temporary: connecting again may help.
 class Passing : public StoreLost {
  public:
   using StoreLost::StoreLost;
@@ -57,8 +57,8 @@ void receive(const Socket& socket, std::string& bytes, size_t most, Clock::time_
   }
 }
 
-/// The next `size` bytes, which end with their checksum. StoreLost at the first byte with which no
-/// such bytes begin.
+/// The next `size` bytes, which end with their checksum. StoreLost at the first byte that cannot
+/// belong to such a message.
 std::string receive_sealed(const Socket& socket, size_t size, bool (*begins)(std::string_view),
                            Clock::time_point deadline) {
   std::string bytes;
@@ -156,7 +156,7 @@ void pause_before_next_try(Clock::time_point deadline) {
 }  // namespace
 
 StoreLink::StoreLink(const StorePlace& place, Clock::time_point deadline, bool must_listen) {
-  // The deadline cuts the last try off, so the reason of the one before says more.
+  // The deadline ends the last try early, so the reason of the try before says more.
   for (std::string reason;; pause_before_next_try(deadline)) {
     std::string now;
     try {

@@ -10,7 +10,7 @@
 
 namespace tessera::comm {
 
-/// Where the store is, and who asks for it.
+/// The address of the store, and the rank that connects.
 struct StorePlace {
   std::string address;  ///< MASTER_ADDR
   int port = 0;         ///< MASTER_PORT
@@ -36,10 +36,10 @@ class StoreClosed : public StoreLost {
 /// One connection to the store whose two ends have proved the secret to each other.
 class StoreLink {
  public:
-  /// Connects. What may pass is tried again until the deadline: no process that listens, a
+  /// Connects. Temporary failures are tried again until the deadline: no process that listens, a
   /// connection that is closed or not answered, a store of an earlier attempt or world. With
-  /// `must_listen`, a store that does not listen is an error at once. Throws StoreLost, which is
-  /// StoreClosed if no process listens and one must; UsageError
+  /// `must_listen`, a store that does not listen is an error at once. Throws StoreLost; StoreClosed
+  /// if no process listens, with `must_listen`; UsageError
   /// at once if MASTER_ADDR is unknown, or if the store has another secret, or a later attempt or
   /// world.
   StoreLink(const StorePlace& place, std::chrono::steady_clock::time_point deadline,

@@ -20,8 +20,8 @@ constexpr size_t kMostReports = 16;
 constexpr int kMostAcceptedAtOnce = 64;
 constexpr std::chrono::milliseconds kAcceptPause{100};
 
-/// Blocks all signals on this thread while alive. A thread that starts meanwhile inherits that, so
-/// the program's own threads handle the signals.
+/// Blocks all signals on this thread while alive. A thread that starts meanwhile inherits the mask,
+/// so the program's own threads handle the signals.
 class SignalsBlocked {
  public:
   SignalsBlocked() {
@@ -40,7 +40,7 @@ bool lacks_files(int error) {
   return error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM;
 }
 
-/// Not through spdlog: the server's thread may still run when the program's statics are gone.
+/// Not through spdlog: the server's thread may still run after the program's statics are destroyed.
 void print_line(const std::string& line) {
   std::fputs(fmt::format("tessera: {}\n", line).c_str(), stderr);
 }

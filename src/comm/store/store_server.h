@@ -20,9 +20,9 @@ namespace tessera::comm {
 /// Serves a store to the ranks of a world, in a thread of its own. A peer must prove that it knows
 /// the secret (handshake.h) before it can do anything. Until then it is a stranger: it is
 /// disconnected if it sends anything else or needs longer than `handshake_limit`. There are at most
-/// `most_strangers` with a hello and as many without; beyond that the oldest go. So neither kind of
-/// junk keeps a rank out: it would have to come 64 times while a rank needs one round trip, and the
-/// rank tries again. Members that are slow or silent do not delay others.
+/// `most_strangers` with a hello and as many without; beyond that the oldest are disconnected. So
+/// strangers can hardly keep a rank out: 64 must come during one round trip of the rank, and the
+/// rank then tries again. Members that are slow or silent do not delay others.
 class StoreServer {
  public:
   struct Options {
@@ -55,7 +55,7 @@ class StoreServer {
   };
 
   void run();
-  /// Blocks until there is something to do; false if the server shall end.
+  /// Blocks until there is work; false if the server must end.
   bool wait_for_events();
   void serve(Connection& connection, short events);
   static void read(Connection& connection);
@@ -80,7 +80,7 @@ class StoreServer {
   std::thread thread_;
 };
 
-/// A store that number 0 of its callers serves.
+/// A store that caller number 0 serves.
 struct ServedStore {
   std::shared_ptr<StoreServer> server;
   std::vector<std::string> addresses;  ///< On which it listens.

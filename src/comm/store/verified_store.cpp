@@ -13,7 +13,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// How long a call may need for a further connection.
+/// The time that a call may need for a further connection.
 constexpr std::chrono::seconds kReconnectLimit{5};
 
 std::string text(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
@@ -26,7 +26,7 @@ Clock::time_point end_of(std::chrono::milliseconds timeout) {
 
 }  // namespace
 
-/// The connections that no call uses at the moment, and what is needed for more.
+/// The connections that no call uses at the moment, and the settings for new ones.
 class VerifiedStore::Links {
  public:
   Links(StorePlace place, Clock::time_point deadline, std::shared_ptr<StoreServer> server)

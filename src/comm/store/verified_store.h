@@ -11,14 +11,13 @@
 namespace tessera::comm {
 
 /// The store of a world over hosts, which StoreServer serves. Thread-safe: calls that overlap use
-/// connections of their own. A call that waits does so until the store's time-out, or the one it
-/// got; c10d's kNoTimeout means no limit. All calls throw BrokenWorldError: naming rank 0 if the
-/// store is lost, at once if its process has ended, and without ranks if a key does not appear in
-/// time.
+/// connections of their own. A call waits at most for the store's time-out or for its own argument;
+/// c10d's kNoTimeout means no limit. All calls throw BrokenWorldError. It names rank 0 if the store
+/// is lost, at once if its process has ended; it names no rank if a key does not appear in time.
 class VerifiedStore final : public compat::CloneableStore<c10d::Store> {
  public:
   /// Connects, see StoreLink. `server` is the store itself on the rank that serves it, and null on
-  /// the others; it ends with the last of its stores.
+  /// the others; the server ends with the last of its stores.
   VerifiedStore(StorePlace place, std::chrono::milliseconds timeout,
                 std::shared_ptr<StoreServer> server);
   ~VerifiedStore() override;

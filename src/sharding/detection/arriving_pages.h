@@ -15,22 +15,22 @@ namespace tessera::sharding {
 /// with Overlap::background, parameters that ZeroRedundancyOptimizer gathers, and gradients that
 /// DistributedDataParallel and FullyShardedDataParallel reduce, with the parameters that are
 /// updated from them. Until the collective is complete the page has no memory, so nothing can read
-/// values that are half old. The first operator that takes a tensor of the page, or a view or
-/// detached alias of one, waits for the collective.
+/// a mixture of old and new values. The first operator that takes a tensor of the page, or a view
+/// or detached alias of one, waits for the collective.
 class ArrivingPages : public PageOwner {
  public:
   /// A page whose tensors use `memory`, which is contiguous.
   std::unique_ptr<Page> make_page(const at::Tensor& memory);
   /// `collective`, which writes `memory`, has begun: the page has no memory until it is complete.
-  /// Whatever is needed first, the collective that has begun first is waited for before: it tells
-  /// best which rank called another one.
+  /// A wait for any page first waits for the collective that began first: its error shows best
+  /// which rank made another call.
   void begin(Page& page, at::Tensor memory, Work collective);
-  /// When the collective of `page` is complete, `then` is run, in the thread that waits. It reads
-  /// `page` and writes `followers`, which have memory now and none until then. False, and nothing
-  /// is changed, if the collective is complete. From any thread.
+  /// Runs `then` when the collective of `page` is complete, in the thread that waits. `then` reads
+  /// `page` and writes `followers`, which have memory now and none until then. False, without any
+  /// change, if the collective is complete already. From any thread.
   bool follow(const Page& page, const std::vector<Page*>& followers, std::function<void()> then);
-  /// Blocks until all collectives are complete and what follows them has run. BrokenWorldError if
-  /// one failed; its tensors then stay without memory. From any thread.
+  /// Blocks until all collectives are complete and their `then` has run. BrokenWorldError if one
+  /// failed; its tensors then stay without memory. From any thread.
   void wait_all();
   /// As wait_all(), for a destructor: pages whose collective failed get their memory too.
   void release() noexcept;

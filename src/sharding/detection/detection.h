@@ -7,11 +7,11 @@
 
 // [Note: detection of parameter use] C++ modules have no forward hooks, but every operator that
 // uses a parameter passes through the dispatcher. Sharded parameters, and gradients whose norms are
-// watched, carry a spare dispatch key, so the operators on them, and only these, first reach a
-// fallback that notifies the owners of the pages. Views and detached aliases inherit the key;
-// results do not. Behind the fallback the key is excluded, because the parts of an operator work on
-// the same tensors. Only one fallback for a key can be registered in a process; if another library
-// has one, nothing can be detected.
+// watched, carry a spare dispatch key, so exactly the operators on these first reach a fallback,
+// which notifies the owners of the pages. Views and detached aliases inherit the key; results do
+// not. After the fallback the key is excluded, because the parts of an operator work on the same
+// tensors. Only one fallback for a key can be registered in a process; if another library has one,
+// nothing can be detected.
 
 namespace tessera::sharding {
 
@@ -52,8 +52,8 @@ void register_frequent_operators();
 bool start_detection();
 /// The same, or UsageError: `subject` needs it. `expected` ends the message. Local.
 void require_detection(const std::string& subject, const char* expected);
-/// The same. If it is false, rank 0 logs that `option` of `component`, which needs to know when
-/// `what` are used, is off. Local.
+/// The same. If it is false, rank 0 logs that `option` of `component` is off because it needs to
+/// detect the use of `what`. Local.
 bool start_detection_for(const char* component, int rank, const char* what, const char* option);
 
 }  // namespace tessera::sharding

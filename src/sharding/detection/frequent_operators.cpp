@@ -10,7 +10,7 @@ namespace {
 
 /// The pages among the arguments of one operator.
 struct SeenPages {
-  std::array<PageUse, 8> uses;  // only the first has a value without a call of see()
+  std::array<PageUse, 8> uses;  // the first alone has a value without a call of see()
   size_t count = 0;
   const c10::StorageImpl* last = nullptr;
 
@@ -21,7 +21,7 @@ struct SeenPages {
       uses[0].other = &tensor;
       return;
     }
-    // One use of a page is enough if an operator takes two of its tensors (weight and bias).
+    // If an operator takes two tensors of a page (weight and bias), one use is enough.
     const auto* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
     if (storage == last) return;
     auto* page = Page::of(tensor);

@@ -16,12 +16,12 @@ namespace tessera::sharding {
 /// placeholder: a tensor of the parameter's shape, with strides of 0, that carries the detection's
 /// key. zero_() of it clears the gradient of the shard, a placeholder that the program has removed
 /// from `.grad` counts as cleared, and any operator that reads it is an error. Autograd never sees
-/// it: it is taken away before the first gradient of a backward is accumulated.
+/// a placeholder: all are removed before a backward accumulates its first gradient.
 /// Not between threads: the owner locks.
 class GradientPlaceholders : public PageOwner {
  public:
-  /// `prefix`: of error messages, "FullyShardedDataParallel: rank 2". `expected`: what they
-  /// recommend. `zero(i)`: the gradient of parameter i becomes zero; called outside of backward.
+  /// `prefix`: of error messages, "FullyShardedDataParallel: rank 2". `expected`: their advice.
+  /// `zero(i)`: the gradient of parameter i becomes zero; called outside of backward.
   GradientPlaceholders(const std::vector<NamedTensor>& parameters, std::string prefix,
                        std::string expected, std::function<void(size_t)> zero);
   ~GradientPlaceholders() override;
@@ -37,8 +37,8 @@ class GradientPlaceholders : public PageOwner {
   }
   /// True if the program has removed the placeholder of parameter i since show(). True once.
   bool take_removed(size_t parameter);
-  /// The error if the program has set `.grad` of parameter i, which would not reach the gradient of
-  /// the shard; "" if it has not.
+  /// The error if the program has set `.grad` of parameter i, because the value would not reach the
+  /// gradient of the shard; "" if it has not.
   std::string set_by_program(size_t parameter) const;
   /// No `.grad` is a placeholder any more.
   void take_away();

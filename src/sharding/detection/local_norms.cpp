@@ -9,7 +9,7 @@ namespace {
 
 constexpr double kNoNumber = std::numeric_limits<double>::quiet_NaN();
 
-/// By what the operator multiplies or divides, if that is one number; else kNoNumber.
+/// The number by which the operator multiplies or divides; kNoNumber if it is not one number.
 double number_of(const PageUse& use) {
   const auto* const other = use.other;
   if (other == nullptr || !other->is_cpu() || other->numel() != 1 || other->is_complex())
@@ -43,7 +43,7 @@ bool LocalNorms::clips(c10::ArrayRef<PageUse> uses, std::string_view op) {
   const auto is = [op](std::initializer_list<std::string_view> ops) {
     return std::find(ops.begin(), ops.end(), op) != ops.end();
   };
-  // The operators on their results are seen.
+  // The operators on the results are detected.
   if (is({"aten::detach", "aten::view", "aten::requires_grad_"})) return false;
   const std::lock_guard lock(mutex_);
   const auto& use = uses[0];

@@ -11,15 +11,14 @@
 namespace tessera::sharding {
 
 /// [Note: norms of one rank] torch::nn::utils::clip_grad_norm_ takes the norm of each gradient and
-/// multiplies the gradients by a tensor that follows from all norms. Where a rank's `.grad`s are
-/// those of its own shards, or of its own data only, every rank would scale by another number.
-/// These `.grad`s are therefore views of pages of this owner: a norm of every one of them, or a sum
-/// of powers, and then mul_ by a tensor is an error. Other clipping reads every gradient in some
-/// way, such as g * g or dot(), and then multiplies or divides all of them, in place or not, by a
-/// number, which may follow from what was read or not. The numbers are kept, also those in CPU
-/// tensors, and where they differ between ranks it is an error too. All other operators are
-/// allowed, such as norms for a log, and an optimizer that takes a norm and updates, parameter by
-/// parameter.
+/// multiplies the gradients by a tensor that follows from all norms. If a rank's `.grad`s are those
+/// of its own shards, or of its own data only, every rank would scale by a different number. These
+/// `.grad`s are therefore views of pages of this owner. A norm or a sum of powers of every `.grad`
+/// and then mul_ by a tensor is an error. Other clipping reads every gradient in some way, such as
+/// g * g or dot(), and then multiplies or divides all of them, in place or not, by a number. Not
+/// every such number depends on the gradients. So the numbers are kept, also those in CPU tensors,
+/// and a difference between ranks is an error too. All other operators are allowed, such as norms
+/// for a log, and an optimizer that takes a norm and updates, parameter by parameter.
 class LocalNorms : public PageOwner {
  public:
   /// A gradient: the index of its page and its first element there.
@@ -32,8 +31,8 @@ class LocalNorms : public PageOwner {
 
   /// Forgets the norms: the gradients have changed.
   void reset();
-  /// One bit for each of kBits. The bits differ between ranks that have scaled by different numbers
-  /// after reading them since the last call.
+  /// One bit for each of kBits. Since the last call, ranks that read the gradients and then scaled
+  /// by different numbers have different bits.
   std::vector<char> take_scales();
   static constexpr size_t kBits = 32;
 

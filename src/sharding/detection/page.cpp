@@ -6,7 +6,7 @@
 namespace tessera::sharding {
 namespace {
 
-// For what reads without an operator, which would bring the memory.
+// For code that reads without an operator; an operator would provide the memory.
 constexpr const char* kNoMemory =
     "the tensor has no memory now, and torch::save() and data_ptr() cannot wait for it; expected, "
     "before, wait() of the wrapper, or summon_full_params() or state_dict() of "

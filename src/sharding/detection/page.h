@@ -25,7 +25,7 @@ struct PageUse {
   std::string_view overload = {};  ///< Of the operator; known if the operator writes.
   /// The operator's second argument, if that is a number and this is the first use.
   std::optional<double> number = {};
-  const at::Tensor* other = nullptr;  ///< A tensor beside it that is of no page, if there is one.
+  const at::Tensor* other = nullptr;  ///< A tensor of no page among the arguments, if there is one.
 };
 
 /// Makes sure that pages have memory when an operator uses them.
@@ -46,8 +46,8 @@ class PageOwner {
 class Page {
  public:
   /// `description`: component and tensor, for the error of an operator that uses the tensors after
-  /// the page is destroyed. Empty: they then keep the attached memory and are not detected any
-  /// more.
+  /// the page is destroyed. Empty: then the tensors keep the attached memory and are no longer
+  /// detected.
   Page(PageOwner* owner, size_t index, int64_t numel, at::TensorOptions options,
        std::string description);
   ~Page();
@@ -67,8 +67,8 @@ class Page {
   /// is a UsageError with this message.
   void refuse_writes_afterwards(std::string message) { link_->read_only = std::move(message); }
 
-  /// The page whose storage `tensor` uses; null if there is none, or none any more. UsageError if
-  /// the page was destroyed and has taken the memory.
+  /// The page whose storage `tensor` uses; null if there is none or it was destroyed. UsageError if
+  /// the page was destroyed together with the memory.
   static Page* of(const at::Tensor& tensor);
   /// UsageError if an operator may not write to `tensor`, whose page was destroyed.
   static void check_orphan_write(const at::Tensor& tensor);

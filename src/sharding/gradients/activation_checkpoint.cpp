@@ -51,7 +51,7 @@ struct Recipe : torch::CustomClassHolder {
   Recipe(CheckpointBody b, const std::vector<at::Tensor>& inputs)
       : body(std::move(b)), random(inputs) {}
   CheckpointBody body;
-  std::vector<at::Tensor> outputs;  // of a first run that came before
+  std::vector<at::Tensor> outputs;  // of an earlier first run
   RandomState random;
   compat::AutocastState autocast = compat::AutocastState::current();
 };

@@ -6,8 +6,8 @@
 
 namespace tessera::sharding {
 
-/// Which gradients a backward is expected to produce, which have arrived, and which groups of them
-/// are complete. A group is what is reduced together: a bucket, or a flat parameter. Pure numbers.
+/// Tracks the gradients that a backward is expected to produce, those that have arrived, and the
+/// complete groups. A group is reduced together: a bucket, or a flat parameter. Pure numbers.
 class ArrivalTracker {
  public:
   /// An expectation that no number of arrivals meets.
@@ -28,8 +28,8 @@ class ArrivalTracker {
   int arrive(size_t gradient);
   int arrivals(size_t gradient) const { return arrivals_[gradient]; }
 
-  /// Every gradient that is expected in the group has arrived as often as expected. True for a
-  /// group in which none is expected.
+  /// True if every expected gradient of the group has arrived as often as expected, and for a group
+  /// without expected gradients.
   bool complete(size_t group) const { return open_[group] == 0; }
 
   /// The gradients that have arrived in this backward, in the order of their first arrival.

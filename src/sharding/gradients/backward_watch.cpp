@@ -21,7 +21,7 @@ using Accumulator =
 thread_local int reentrant_depth = 0;
 thread_local std::vector<std::weak_ptr<BackwardWatch::State>> waiting_for_the_outer;
 
-/// The node that adds to `parameter.grad()`. A frozen parameter gets one for the time when it is
+/// The node that adds to `parameter.grad()`. A frozen parameter gets one for later, when it is
 /// trainable again.
 Accumulator accumulator_of(const at::Tensor& parameter) {
   const bool trainable = parameter.requires_grad();
@@ -104,7 +104,7 @@ class BackwardWatch::State : public std::enable_shared_from_this<State> {
 
   void begin() {
     if (running_) return;
-    const std::lock_guard lock(begin_mutex_);  // another thread of this backward may come here too
+    const std::lock_guard lock(begin_mutex_);  // another thread of this backward may run this too
     if (running_) return;
     if (callbacks_.began) callbacks_.began();
     running_ = true;

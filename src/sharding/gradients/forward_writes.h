@@ -11,7 +11,7 @@
 namespace tessera::sharding {
 
 /// Finds parameters to which a forward writes other values on each rank, so that the ranks drift
-/// apart, as Embedding does with max_norm. Without writes, versions of tensors are all it looks at.
+/// apart, as Embedding does with max_norm. Without writes it reads only the versions of tensors.
 class ForwardWrites {
  public:
   explicit ForwardWrites(std::vector<NamedTensor> parameters = {})
@@ -19,8 +19,8 @@ class ForwardWrites {
 
   /// Compares the values that are written from now on. No effect between this and compare(). Local.
   void begin();
-  /// UsageError on every rank if the ranks have other values of a parameter that was written since
-  /// begin(). Collective if this rank has written one; if others have not, all get an error, too.
+  /// UsageError on every rank if the ranks differ in a parameter that was written since begin().
+  /// Collective if this rank has written one; if others have not, all get an error, too.
   void compare(const std::string& component, ProcessGroup group);
   /// True if this rank has written parameter i since begin(). Local.
   bool written(size_t parameter) const;

@@ -10,11 +10,11 @@ namespace tessera::sharding {
 namespace {
 
 /// [Note: gradients with a graph] backward() with create_graph stores gradients that can be
-/// differentiated. Such a gradient keeps its own memory, because what is computed from it needs its
-/// values in a later backward, when windows hold other gradients. It gets the reduced value in
-/// place, which leaves its graph: the derivative of the reduced value flows into this rank's own
-/// part. Where all ranks compute the same function of the reduced gradients, the mean of these
-/// derivatives is the derivative of that function.
+/// differentiated. Such a gradient keeps its own memory: a later backward through it needs its
+/// values when windows hold other gradients. It gets the reduced value in place, which keeps its
+/// graph: the derivative of the reduced value flows into this rank's own part. Where all ranks
+/// compute the same function of the reduced gradients, the mean of these derivatives is the
+/// derivative of that function.
 bool keeps_graph(const at::Tensor& gradient) {
   return gradient.defined() && gradient.requires_grad();
 }
@@ -188,7 +188,7 @@ void GradientBuckets::forget(size_t b) {
 
 /// Other tensors keep the bucket's memory, and the gradients move to private memory.
 void GradientBuckets::displace(size_t b) {
-  placement_.end(false);  // this backward is not like the last one
+  placement_.end(false);  // this backward differs from the last one
   auto& bucket = buckets_[b];
   // A window that counts as zero may have been zeroed before, so the new memory starts as zeros.
   auto own = make_bucket(bucket.members, bucket.layout, at::zeros_like(bucket.flat), tensors());
@@ -238,8 +238,8 @@ std::string GradientBuckets::uncleared() {
   return stale_ == kNone ? "" : parameters_[std::exchange(stale_, kNone)].name;
 }
 
-/// Autograd adds in place to a `.grad` that was not cleared, which is one change of its version.
-/// Clearing it in place is a change of its own, and clearing it by reset makes a new tensor.
+/// Autograd adds in place to a `.grad` that was not cleared, which changes its version by one.
+/// Clearing it in place changes the version once more, and clearing it by reset makes a new tensor.
 bool GradientBuckets::is_cleared(size_t i, uint32_t changes_by_autograd) {
   const auto found = overwritten_.find(i);
   if (found == overwritten_.end()) return true;

@@ -17,7 +17,7 @@
 
 namespace tessera::sharding {
 
-/// The memory of gradients: buckets, and which window of them each parameter's gradient fills.
+/// The memory of gradients: buckets, and the window of each parameter's gradient in them.
 ///
 /// A bucket is in one of two states, which say where its gradients are:
 ///   - home: in the memory that the bucket was made with, which peers read in place where ranks
@@ -62,13 +62,13 @@ class GradientBuckets {
   void store_late(size_t parameter);
   /// The parameter has no gradient: its window counts as zero.
   void zero(size_t parameter);
-  /// Before a collective reads the bucket: no other tensor is in its memory.
+  /// Called before a collective reads the bucket: afterwards no other tensor is in its memory.
   void prepare(size_t bucket);
-  /// `.grad` of the parameter is what its window holds.
+  /// `.grad` of the parameter becomes its window's values.
   void return_gradient(size_t parameter);
 
-  /// `collective`, which writes the bucket, has begun. Until it is complete the gradients of the
-  /// bucket have no memory, and the first operator that takes one waits for it. See
+  /// `collective`, which writes the bucket, has begun. Until the collective is complete the
+  /// bucket's gradients have no memory, and the first operator that takes one waits for it. See
   /// [Note: pages that arrive in the background].
   void arrives_with(size_t bucket, Work collective);
   /// All these collectives are complete, or BrokenWorldError. Blocks. From any thread.
@@ -120,7 +120,7 @@ class GradientBuckets {
   int rank_;
   std::vector<NamedTensor> parameters_;
   bool as_views_;
-  // At most one of them owns the pages of the buckets.
+  // At most one of the two owns the pages of the buckets.
   std::unique_ptr<LocalNorms> norms_;
   std::unique_ptr<ArrivingPages> arriving_;
   std::vector<Bucket> buckets_;

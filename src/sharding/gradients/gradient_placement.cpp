@@ -101,8 +101,8 @@ class GradientPlacement::State : public memory::MemorySource {
     if (latest != requests.at.rend()) requests.became[requests.at.rend() - latest - 1] = i;
   }
 
-  /// The next backward is predicted from this one. A parameter whose gradient was none of this
-  /// backward's allocations (it got none, or its gradient was added in place) keeps its prediction.
+  /// The next backward is predicted from this one. A parameter without a gradient among this
+  /// backward's allocations (it got none, or it was added in place) keeps its prediction.
   void end(bool learn) {
     std::lock_guard lock(mutex_);
     if (!std::exchange(watching_, false) || !learn) return;
@@ -131,7 +131,7 @@ class GradientPlacement::State : public memory::MemorySource {
  private:
   /// Allocations of one size, in their order.
   struct Requests {
-    std::vector<size_t> expected;  // prediction: the parameter whose gradient the n-th will be
+    std::vector<size_t> expected;  // prediction: the n-th becomes the gradient of this parameter
     std::vector<const void*> at;   // in the current backward: the address of the n-th
     std::vector<size_t> became;    // in the current backward: the parameter whose gradient it is
   };

@@ -28,13 +28,13 @@ class GradientPlacement {
   GradientPlacement(const GradientPlacement&) = delete;
   GradientPlacement& operator=(const GradientPlacement&) = delete;
 
-  /// The windows of `parameters` come and go, see set_window(). Between backwards.
+  /// The windows of `parameters` may change, see set_window(). Between backwards.
   void follow(std::vector<at::Tensor> parameters);
   /// From now on the gradient of parameter i belongs in `window`; undefined: nowhere. From any
   /// thread.
   void set_window(size_t i, at::Tensor window);
-  /// `windows[i]` is where the gradient of `parameters[i]` belongs; an undefined window is not used
-  /// for placement. The predictions that were learned stay. Between backwards.
+  /// `windows[i]` is the place of the gradient of `parameters[i]`; an undefined window is not used.
+  /// The predictions that were learned stay. Between backwards.
   void set_windows(std::vector<at::Tensor> parameters, const std::vector<at::Tensor>& windows);
 
   /// A backward has begun on this thread. From here to end() its allocations are counted, and

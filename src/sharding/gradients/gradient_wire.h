@@ -27,7 +27,8 @@ class GradientWire {
   void commit() {
     for (auto& [bucket, feedback] : feedback_) feedback.commit();
   }
-  /// True if a step has used what was reduced since the last call, or it was dropped. Local.
+  /// Tells whether a step has used the gradients that were reduced since the last call, or dropped
+  /// them. Local.
   void end_step(bool used) {
     for (auto& [bucket, feedback] : feedback_) used ? feedback.accept() : feedback.discard();
   }
@@ -35,7 +36,7 @@ class GradientWire {
   void rescale(double factor) {
     for (auto& [bucket, feedback] : feedback_) feedback.rescale(factor);
   }
-  /// The buckets are others now. Local; no collective is under way.
+  /// The buckets have been replaced. Local; no collective is under way.
   void reset() { feedback_.clear(); }
   /// Bytes of error feedback on this rank.
   int64_t bytes() const {

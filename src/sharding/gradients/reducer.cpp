@@ -28,7 +28,7 @@ Reducer::Reducer(ProcessGroup group, std::vector<NamedTensor> parameters,
           [this](bool complete) { complete ? end() : abandon(); }, options_.begin_before_first});
 }
 
-/// Empty where a norm of this rank's gradients is that of all gradients.
+/// Empty where a norm of this rank's gradients equals the norm of all gradients.
 std::function<void()> Reducer::refuse_own_norm() {
   if (options_.own_norm.empty() || group_.size() == 1) return {};
   return [this] {
@@ -216,8 +216,8 @@ void Reducer::finish_reduction(Missing missing) {
   give_back();
 }
 
-/// Parameters that have not arrived in this backward: their gradient is one that an earlier
-/// backward under no_sync accumulated, or it is missing. Returns which parameters have a gradient.
+/// For parameters that have not arrived in this backward: an earlier backward under no_sync
+/// accumulated their gradient, or it is missing. Returns the parameters that have a gradient.
 /// Without `zero_now`, ready() writes the zeros of a bucket, so that only its own memory is used.
 std::vector<char> Reducer::collect_rest(Missing rule, bool zero_now) {
   if (rule == Missing::by_options) {

@@ -28,11 +28,11 @@ struct ReducerOptions {
   /// gradient. A parameter that some ranks used counts as zero on the others. False: a missing
   /// gradient is an error on every rank.
   bool find_unused_parameters = false;
-  /// Each parameter gets a gradient the same number of times in every backward. The numbers are
-  /// learned in the first backward, and which parameters were used is exchanged only then.
+  /// Each parameter gets a gradient the same number of times in every backward. The first backward
+  /// determines the numbers, and only then do the ranks exchange the used parameters.
   bool static_graph = false;
   bool offers_static_graph = false;  ///< The owner has that option, for messages.
-  /// The owner finds out by itself which parameters any rank used, with has_gradient() for this
+  /// The owner itself determines the parameters that any rank used, with has_gradient() for this
   /// rank's part, and calls set_used().
   bool caller_tracks_use = false;
   /// Gradients become windows of their bucket; otherwise they are copied in and out.
@@ -40,14 +40,14 @@ struct ReducerOptions {
   /// finish() need not wait for the buckets: it may call arrives_with() for them. Needs
   /// gradient_as_bucket_view, no own_norm, and start_detection().
   bool in_background = false;
-  /// ReductionPolicy::begin() is called before autograd changes any `.grad`. Costs a hook more for
-  /// each parameter.
+  /// ReductionPolicy::begin() is called before autograd changes any `.grad`. Costs one more hook
+  /// for each parameter.
   bool begin_before_first = false;
   /// The text of the error for a gradient that mark_overwritten() was called for.
   std::string overwritten =
       "was already averaged and used by an earlier step; expected zero_grad() between step() and "
       "the next backward";
-  /// Not empty: a gradient is that of this rank alone until the owner reduces it, so clipping by a
+  /// Not empty: until the owner reduces it, a gradient belongs to this rank alone, so clipping by a
   /// norm of the gradients is an error on every rank, with this text. Needs
   /// gradient_as_bucket_view.
   std::string own_norm = {};
@@ -66,10 +66,10 @@ class ReductionPolicy {
   virtual void finish() {}
   /// `.grad`s have their values: the buckets may be replaced.
   virtual void finished() {}
-  /// A backward threw, or with in_background, and buckets are about to be filled again: wait for
-  /// what it had started.
+  /// A backward threw, or in_background is set, and buckets are about to be filled again: wait for
+  /// the collectives that were started.
   virtual void abandon() {}
-  /// With provisional, in collect(): whether this rank's gradients in bucket `index` have changed
+  /// With provisional, in collect(): true if this rank's gradients in bucket `index` have changed
   /// since start().
   virtual bool changed(size_t /*index*/) { return false; }
 };
@@ -97,19 +97,19 @@ class Reducer {
   void hold_sync(int change) { holds_ = std::max(0, holds_ + change); }
   bool sync() const { return options_.reduce_in_backward && holds_ == 0; }
 
-  /// With provisional: buckets are to be reported again. Every rank calls it. Local.
+  /// With provisional: the buckets must be reported again. Every rank calls it. Local.
   void open_round();
   /// With provisional: reports the buckets that were not reported in this round, whatever they
   /// hold. Every rank calls it.
   void close_round();
-  /// With provisional, after collect(): on some rank, bucket `b` has changed since it was reported,
-  /// or the round was not open.
+  /// With provisional, after collect(): true if bucket `b` has changed on some rank since its
+  /// report, or the round was not open.
   bool changed(size_t b) const { return changed_[b]; }
 
   /// Outside a backward: puts every gradient into its bucket, zeros where this rank has none, and
   /// finds out which parameters any rank used. Afterwards the buckets can be reduced. Collective.
   void collect();
-  /// `.grad` of each used parameter is what its window holds. Local, after collect().
+  /// `.grad` of each used parameter becomes its window's values. Local, after collect().
   void return_gradients();
 
   /// Starts and finishes the reduction of all buckets outside a backward, with the gradients that
@@ -135,8 +135,8 @@ class Reducer {
   /// With caller_tracks_use, in finish(): some rank had a gradient, so this rank gets the result.
   void set_used(size_t parameter) { used_[parameter] = true; }
 
-  /// For use in finish(): the gradients of the bucket are what `collective` writes. The first
-  /// operator that takes one waits for it.
+  /// For use in finish(): `collective` writes the gradients of the bucket. The first operator that
+  /// takes one waits for it.
   void arrives_with(size_t bucket, Work collective) {
     buckets_.arrives_with(bucket, std::move(collective));
   }

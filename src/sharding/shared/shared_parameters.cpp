@@ -75,7 +75,7 @@ void SharedParameters::place(const at::Tensor& memory, const std::vector<NamedTe
   bytes_ += static_cast<int64_t>(memory.nbytes());
 }
 
-/// An all-gather in which rank 0 has everything: a broadcast that common memory can take part in.
+/// An all-gather in which rank 0 owns everything works as a broadcast that supports common memory.
 void SharedParameters::publish(const at::Tensor& memory, const std::string& names) {
   if (!from_rank0_) return group_.barrier("parameters " + names);
   std::vector<int64_t> counts(group_.size(), 0);

@@ -16,16 +16,17 @@ namespace tessera::sharding {
 /// [Note: one copy a host] With share_parameters all ranks of a host map the same parameters, and
 /// one rank writes each element. Two barriers separate reads from writes. Before the update every
 /// rank has finished its forward and backward passes: the reduction of gradients is such a barrier,
-/// or there is one of its own. After it comes the gather, an all_gather() of common memory: within
-/// a host only a barrier.
+/// or a separate barrier is made. After the update comes the gather, an all_gather() of common
+/// memory: within a host only a barrier.
 ///
-/// A write by other code would be a write for every rank. The parameters are therefore views of
-/// pages, and operators that write to them are errors. The library itself writes to the memory
+/// A write by other code would change the values of every rank. The parameters are therefore views
+/// of pages, and operators that write to them are errors. The library itself writes to the memory
 /// behind the pages.
 class SharedParameters : public PageOwner {
  public:
   /// `prefix`: of error messages, "ZeroRedundancyOptimizer: rank 2". `expected`: the call that they
-  /// recommend. `from_rank0`: every host gets rank 0's values, not those of its first rank.
+  /// recommend. `from_rank0`: every host gets rank 0's values; otherwise those of its own first
+  /// rank.
   SharedParameters(ProcessGroup group, std::string prefix, std::string expected, bool from_rank0);
   SharedParameters(const SharedParameters&) = delete;
 
@@ -50,16 +51,16 @@ class SharedParameters : public PageOwner {
   /// This rank's equal part of the bytes of the host's copy.
   int64_t own_bytes() const;
 
-  /// Returns when all ranks have called it, so that none of them reads any more. Collective.
+  /// Returns when all ranks have called it: no rank reads any more. Collective.
   void wait_for_readers();
-  /// When all ranks have called it, runs `write` on the first rank of each host, or on every rank
-  /// if nothing is shared. UsageError on every rank if it throws. Collective.
+  /// Waits for the call of all ranks, then runs `write` on the first rank of each host, or on every
+  /// rank if nothing is shared. UsageError on every rank if it throws. Collective.
   void write(const std::function<void()>& write);
 
   void need(c10::ArrayRef<PageUse> uses, std::string_view op) override;
 
  private:
-  /// Where a parameter begins in its page.
+  /// The beginning of a parameter in its page.
   struct Place {
     int64_t offset, numel;
     std::string name;

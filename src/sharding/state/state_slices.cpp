@@ -124,7 +124,8 @@ class GivenSlices {
   std::unordered_set<const StateSlice*> twice_;
 };
 
-/// True if the slice has state of an optimizer, beside kWireResidual, which is the wrapper's.
+/// True if the slice has an optimizer's state. kWireResidual does not count: it belongs to the
+/// wrapper.
 bool has_state(const StateSlice& slice) {
   return slice.state.tensors.size() > slice.state.tensors.count(sharding::kWireResidual) ||
          !slice.state.scalars.empty();
@@ -135,7 +136,7 @@ bool has_state(const StateSlice& slice) {
 ParamState own_state(const torch::optim::Optimizer& optimizer, const ParameterShard& shard,
                      StateSlice& slice, bool release) {
   // LBFGS's vectors run over all of its parameters. With one parameter they have its size and would
-  // be taken for tensors that follow it.
+  // look like tensors that follow it.
   const bool may_follow = dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr;
   const bool element_wise = is_element_wise(optimizer);
   ParamState own;
