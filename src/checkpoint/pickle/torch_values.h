@@ -37,7 +37,7 @@ TorchTensor tensor_of(const std::string& where, const std::string& name, const V
 Value dict_at(const std::string& where, const Values& values, const std::string& path);
 
 /// The dict of the weights. With an empty `path` it is the root, or the only dict in the root that
-/// has tensors and is not an optimizer's state. Throws UsageError with the dicts that are there.
+/// has tensors and is not an optimizer's state. Throws UsageError with the existing dicts.
 Value weights_at(const std::string& where, const Values& values, const std::string& path);
 
 /// The tensors of `dict` and of the dicts, lists and tuples in it; names are joined by dots. Other

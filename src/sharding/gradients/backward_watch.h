@@ -24,8 +24,8 @@ class BackwardWatch {
     /// stored there or added to it.
     std::function<void(size_t parameter, const at::Tensor& computed)> arrived;
     std::function<void(bool complete)> ended;  ///< Not complete: the backward has thrown.
-    /// `began` runs before autograd changes any `.grad` of the list. This costs a hook more for
-    /// each parameter. Otherwise the first gradient may be complete.
+    /// On: `began` runs before autograd changes any `.grad` of the list; costs one more hook a
+    /// parameter. Off: the first gradient may be complete already.
     bool begin_before_first = false;
   };
 
