@@ -87,7 +87,10 @@ TEST(DistributedAddedGroup, HasTheBitsOfDataParallelTraining) {
             auto net = seeded<Uneven>(1), expected = seeded<Uneven>(1);
             train_with_ddp(expected, group, when, factor);
             train(net, group, when,
-                  {.reduce_method = method, .param_pack = packs, .param_pack_thd = 59, .buffers = BufferSync::none});
+                  {.reduce_method = method,
+                   .param_pack = packs,
+                   .param_pack_thd = 59,
+                   .buffers = BufferSync::none});
             expect_same_weights(net, expected);
           });
         }
