@@ -165,7 +165,8 @@ class Surroundings(Case):
         done = subprocess.run([TESSERA, "run", "-n", "2", PROBE], env=env, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
         self.assertEqual(done.returncode, 5, done.stderr)
         self.assertIn(f"{self.folder}/", done.stderr)
-        self.assertIn("/store: flock: Function not implemented; expected a file system with flock(): set TMPDIR to a local folder", done.stderr)
+        # libtorch 2.6 does not name the function.
+        self.assertRegex(done.stderr, r"/store: (flock: )?Function not implemented; expected a file system with flock\(\): set TMPDIR to a local folder")
 
     def test_many_worlds_cost_little_memory(self):
         def resident(worlds):
