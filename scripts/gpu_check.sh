@@ -121,6 +121,7 @@ train_all() {
     train "$wrapper-1" 1 "$wrapper" "model.device=$where"
     compare reference "$wrapper-1"
   done
+  train master-weights-1 1 zero "model.device=$where" model.param_dtype=bfloat16
   train reference-2 2 ddp
   # With one device auto copies through the host's memory, with more it is NCCL.
   local backends=auto
