@@ -61,12 +61,13 @@ TEST(ZeroShardGradients, TrainBitByBitAsWholeGradients) {
                 for (int step = 0; step < 5; ++step) {
                   loss_of(net(rows(step, rank, world))).backward();
                   if (zero.options().shard_gradients) {
-                    for (const auto& parameter : net->parameters()) {
+                    const auto parameters = net->parameters();
+                    for (const auto& parameter : parameters)
                       EXPECT_EQ(static_cast<int64_t>(parameter.grad().storage().nbytes()),
                                 parameter.element_size());
-                      EXPECT_THROW(parameter.grad().template data_ptr<float>(), c10::Error)
-                          << "no memory";
-                    }
+                    // Of one, because an error of libtorch has a backtrace, which is slow.
+                    const auto& one = parameters[(step + world) % parameters.size()];
+                    EXPECT_THROW(one.grad().template data_ptr<float>(), c10::Error) << "no memory";
                   }
                   zero.step();
                   zero.zero_grad();

@@ -151,8 +151,18 @@ Stack write_in_place(const c10::OperatorHandle& op, const Values& arguments, boo
   return results;
 }
 
+/// Known without a call: an error of libtorch has a backtrace, which takes some milliseconds.
+bool has_meta_kernel(const c10::OperatorHandle& op) {
+  for (const auto key : {c10::DispatchKey::Meta, c10::DispatchKey::CompositeExplicitAutograd,
+                         c10::DispatchKey::CompositeExplicitAutogradNonFunctional,
+                         c10::DispatchKey::CompositeImplicitAutograd})
+    if (op.hasKernelForDispatchKey(key)) return true;
+  return false;
+}
+
 /// The results' shapes, or false where they depend on the data.
 bool shapes_of(const c10::OperatorHandle& op, const Values& arguments, Stack& shapes) {
+  if (!has_meta_kernel(op)) return false;
   try {
     shapes = on_meta(op, arguments);
   } catch (const std::exception&) {
