@@ -100,8 +100,8 @@ class CheckpointWriter {
   void add_text(const std::string& file, const std::string& text);
   /// Writes this rank's slices of the slice set `set` to `<set>-00001-of-00004.safetensors`; at
   /// most once for each set. Slices of different sets are independent of each other. Parameters
-  /// that were never stepped may be left out. Of every other parameter, the slices of all ranks
-  /// together must contain all elements. Two slices of one rank must not have the same range.
+  /// that were never stepped may be left out. The slices of all ranks together must contain all
+  /// elements of every other parameter. Two slices of one rank must not have the same range.
   void add_slices(const std::vector<StateSlice>& slices, const std::string& set = kOptimizerSlices);
 
   /// When it returns, the checkpoint is on disk under its final name and older checkpoints are
@@ -125,11 +125,10 @@ std::optional<std::string> latest_checkpoint(const std::string& folder);
 /// The same among the checkpoints without NaN or infinity; see CheckpointStoreOptions::keep_last.
 std::optional<std::string> latest_sound_checkpoint(const std::string& folder);
 
-/// The same for a folder that hosts need not share: the newest checkpoint of which the ranks of
-/// `group` together have all files. A checkpoint that was cut off between the renames of two hosts
-/// is passed over. If none is complete, returns the newest one; opening it says what is missing.
-/// The returned path ends in the same step on all ranks; `folder` may differ between them.
-/// Collective.
+/// The same for a folder that hosts need not share: the newest checkpoint whose files the ranks of
+/// `group` together have. A checkpoint that was cut off between the renames of two hosts is
+/// skipped. If none is complete, returns the newest one; opening it says what is missing. The
+/// returned path ends in the same step on all ranks; `folder` may differ between them. Collective.
 std::optional<std::string> latest_checkpoint(const std::string& folder, const ProcessGroup& group);
 std::optional<std::string> latest_sound_checkpoint(const std::string& folder,
                                                    const ProcessGroup& group);

@@ -57,9 +57,9 @@ struct DistributedOptimizerOptions {
 /// a pack each, then packs of one dtype are filled, and the remaining gradients follow in the order
 /// of the dtypes' names. Each parameter group has its own packs. A pack is sent when it is
 /// complete. If in a later backward pass a gradient of some rank arrives in another order, or is
-/// missing, the packs from there on do not count: at the end of the backward pass all ranks agree
-/// on these packs, reduce their gradients one by one, and form new packs in the next step(). A
-/// parameter without a gradient on any rank keeps none; if only some ranks have a gradient, it
+/// missing, that pack and all later ones are invalid: at the end of the backward pass all ranks
+/// agree on these packs, reduce their gradients one by one, and form new packs in the next step().
+/// A parameter without a gradient on any rank keeps none; if only some ranks have a gradient, it
 /// counts as zero on the others. One small collective for each backward pass and dist_group
 /// determines which rank has which gradients.
 ///

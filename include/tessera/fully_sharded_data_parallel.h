@@ -41,7 +41,7 @@ enum class ShardingStrategy {
 enum class BackwardPrefetch {
   pre,   ///< Before the gradients of the current unit are computed.
   post,  ///< After the gradients of the current unit were computed.
-  none,  ///< When an operator uses it.
+  none,  ///< At its first use by an operator.
 };
 
 /// Data types in which the model runs: see docs/fsdp.md. The shards, which the optimizer updates,
@@ -80,8 +80,8 @@ struct FullyShardedDataParallelOptions {
   MixedPrecision mixed_precision = {};
   /// Keeps shards, gradients and optimizer state on the CPU. No effect for a model on the CPU.
   bool cpu_offload = false;
-  /// The device of this rank on which the model runs. Parameters, deferred ones too, move there
-  /// unit by unit, and so do buffers: see "Memory" in docs/gpu.md. Unset: the parameters' device.
+  /// The device of this rank on which the model runs. Parameters, deferred ones too, and buffers
+  /// move there unit by unit: see "Memory" in docs/gpu.md. Unset: the parameters' device.
   std::optional<at::Device> device = {};
   /// Copies the parameters and buffers of rank 0 to all ranks at construction.
   bool sync_module_states = true;
@@ -222,8 +222,8 @@ class FullyShardedDataParallelBase : public Joinable {
 
   /// Gathers the units with parameters in the module at path `prefix` until the end of the returned
   /// object. With `writeback`, each rank then copies its part of the values to its shards. With
-  /// `rank0_only`, the other ranks take part but do not keep the values; `writeback` must then be
-  /// false. Outside of forward and backward. Collective.
+  /// `rank0_only`, the other ranks make the same calls but do not keep the values; `writeback` must
+  /// then be false. Outside of forward and backward. Collective.
   [[nodiscard]] FullParams summon_full_params(const std::string& prefix = "", bool writeback = true,
                                               bool rank0_only = false);
 
@@ -261,7 +261,7 @@ class FullyShardedDataParallelBase : public Joinable {
   UnmatchedNames load_state_dict(const std::string& path, bool strict = true);
 
   /// Writes the checkpoint `folder`/step-00000000 in one rename: each rank of the first replica its
-  /// shards, rank 0 also what is not sharded. No other writer may use `folder`. It loads at any
+  /// shards, rank 0 also the unsharded tensors. No other writer may use `folder`. It loads at any
   /// world size and with any strategy: see docs/checkpoints.md. Collective.
   void save_sharded_state_dict(const std::string& folder);
   /// Reads it. The model changes only when all ranks have read everything, into a second copy of
@@ -278,9 +278,9 @@ class FullyShardedDataParallelBase : public Joinable {
   /// For join(): the calls of a rank without data in an iteration of the others, such as
   /// shadow_backward(), then clipping, step and zero_grad() as they do. Local.
   void set_shadow_step(std::function<void()> step);
-  /// On a rank without data: takes part in one forward and backward of the others, including passes
-  /// under no_sync() before it, with gradients of zero. Not for forwards without gradients.
-  /// Collective.
+  /// On a rank without data: makes the collectives of one forward and backward of the others,
+  /// including earlier passes under no_sync(), with gradients of zero. Not for forwards without
+  /// gradients. Collective.
   void shadow_backward();
   ProcessGroup join_group() const override;
   void on_join_iteration(const JoinIteration& iteration) override;

@@ -34,8 +34,8 @@ struct LaunchOptions {
 
   int nproc_per_node = 1;  ///< Ranks started on this host, >= 1.
   int nnodes = 1;          ///< Hosts in the world, >= 1; each runs a launcher of its own.
-  /// The ranks on each host, by node rank. Empty: nproc_per_node on every host. Where launchers
-  /// meet (hosts_meet()) they tell each other, and run() sets it.
+  /// The ranks on each host, by node rank. Empty: nproc_per_node on every host. Launchers that meet
+  /// (hosts_meet()) tell each other, and run() sets it.
   std::vector<int> ranks_of_nodes;
   /// The least number of hosts with which the world continues if others are lost, 1 to nnodes.
   /// Default: nnodes.
@@ -87,8 +87,8 @@ struct LaunchOptions {
 /// and handles the signals above while it runs.
 int run(const LaunchOptions& options);
 
-/// The path of the running program: that of /proc/self/exe or, where there is no /proc, the name
-/// that it was called by, found as a shell finds it. Throws UsageError if it is not found. Local.
+/// The path of the running program: the target of /proc/self/exe or, without /proc, the name that
+/// it was called by, looked up as a shell does. Throws UsageError if it is not found. Local.
 std::string own_path();
 
 /// Opens /dev/null for each standard stream that is closed. Otherwise the first files or pipes that

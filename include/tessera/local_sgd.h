@@ -109,12 +109,12 @@ class LocalSgd : public Joinable {
   /// Call it after each step of the inner optimizer. Every `sync_every`-th call synchronises: one
   /// all-reduce over `outer`, or one all-gather of bytes with int8, and one all-gather over
   /// `replicas`; collective and blocking then, otherwise local. Throws UsageError, on all ranks of
-  /// `outer`, if a shard's storage, size or dtype is no longer that of the construction, and if
-  /// only this object still holds the shard's tensor, because its optimizer was destroyed.
+  /// `outer`, if a shard's storage, size or dtype has changed since construction, and if only this
+  /// object still holds the shard's tensor, because its optimizer was destroyed.
   void step();
-  /// Synchronises now and waits for the differences under way, so that all ranks of `outer` have
-  /// equal parameters. Call it at the end of training. Does not count as a step. After a step()
-  /// that has synchronised, and before the next one, it only waits for the differences under way:
+  /// Synchronises now and waits for the differences that are being sent, so that all ranks of
+  /// `outer` have equal parameters. Call it at the end of training. Does not count as a step. After
+  /// a step() that has synchronised, and before the next one, it only waits for such differences:
   /// another synchronisation would move the parameters by the outer momentum alone. Collective.
   void synchronize();
 

@@ -106,12 +106,12 @@ struct ProcessGroupOptions {
   /// and those of its backend.
   at::DeviceType staged_device = at::kCPU;
 
-  /// Take sums on a device in the order of CPU tensors (see ProcessGroup) and not in that of the
-  /// device's backend. That is an all_to_all and a local sum: results depend on neither the backend
-  /// nor the number of its channels, and have the bits of a CPU group. It needs memory for the
-  /// received parts, and on several hosts more bytes between them. All ranks must have the same
-  /// value: the first collective on a device throws UsageError otherwise. No effect on CPU tensors
-  /// and with staged_device, whose sums always have this order.
+  /// Take sums on a device in the order of CPU tensors (see ProcessGroup) and not in the order of
+  /// the device's backend. They are taken by an all_to_all and a local sum: results depend on
+  /// neither the backend nor the number of its channels, and have the bits of a CPU group. It needs
+  /// memory for the received parts, and on several hosts more bytes between them. All ranks must
+  /// have the same value: the first collective on a device throws UsageError otherwise. No effect
+  /// on CPU tensors and with staged_device, whose sums always have this order.
   bool deterministic = false;
 
   /// Tune the whole process for training: keep freed memory in it (glibc: M_MMAP_MAX = 0,
@@ -157,8 +157,8 @@ class ProcessGroup {
   /// 0 <= local_rank() < local_size(). For example the number of the device for this rank.
   /// Known from the start-up of the group, whatever the launcher. The hosts of a from_c10d() group
   /// are unknown; then the launcher's variables are used (LOCAL_RANK, LOCAL_WORLD_SIZE or Open
-  /// MPI's, PMI's or Slurm's). Throws UsageError when these are missing or belong to another group
-  /// than this one. Local.
+  /// MPI's, PMI's or Slurm's). Throws UsageError when these are missing or describe another group.
+  /// Local.
   int local_rank() const;
   /// Number of the group's members on this host. Hosts may differ in it. Source and errors as
   /// local_rank(). Local.
@@ -168,7 +168,7 @@ class ProcessGroup {
   /// True when all ranks are known to be on one host (they may then share memory). Local.
   bool same_host() const;
   /// "self" (one rank), "shm", "tcp" (with shared memory within each of several hosts), "gloo",
-  /// "nccl", "mpi" or "c10d"; that of CPU tensors for staged tensors too. Local.
+  /// "nccl", "mpi" or "c10d"; staged tensors have the name of CPU tensors. Local.
   std::string backend_name() const;
   /// True when the ranks are on several hosts and exchange messages over TCP, Gloo or MPI. The
   /// wrappers then have several collectives under way by default. Local.
@@ -177,16 +177,16 @@ class ProcessGroup {
   /// With NCCL these tensors travel beside the device's streams, so the host does not wait for a
   /// stream. Local.
   at::Device control_device() const;
-  /// True if collectives take tensors on devices of this type: the CPU's always, those of an
-  /// accelerator where the group has a backend for it, or stages them. All of them in a group of
+  /// True if collectives take tensors on devices of this type: always for the CPU; for an
+  /// accelerator if the group has a backend for it or stages its tensors. All of them in a group of
   /// one rank. Local.
   bool moves(at::DeviceType type) const;
 
   /// See ProcessGroupOptions::timeout. Local.
   std::chrono::milliseconds timeout() const;
   /// Sets the time-out of this group and of its sub-groups (those that wrappers have made, too)
-  /// whose time-out was equal to that of this group. Local, but every rank must set the same value.
-  /// NCCL keeps the time-out given at construction. Throws UsageError unless positive.
+  /// that had the same time-out as this group. Local, but every rank must set the same value. NCCL
+  /// keeps the time-out given at construction. Throws UsageError unless positive.
   void set_timeout(std::chrono::milliseconds timeout);
   /// For this group alone, where ranks may be busy, for example with a disk. A rank that is stopped
   /// or unreachable is given up after `stopped`; in a group of from_c10d() after `timeout`. A rank
@@ -336,8 +336,8 @@ class ProcessGroup {
   /// and where ranks share no memory. Collective; same numel and dtype on every rank.
   at::Tensor allocate_common(int64_t numel, at::TensorOptions options);
 
-  /// Traffic since construction or the last reset_stats(), with that of duplicate(), with_wire()
-  /// and with_device(), and without that of split(). Local.
+  /// Traffic since construction or the last reset_stats(). Includes the groups of duplicate(),
+  /// with_wire() and with_device(), but not those of split(). Local.
   CommStats stats() const;
   /// Local.
   void reset_stats();

@@ -203,8 +203,9 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   /// takes this rank's part. Local; all ranks read the same archive.
   void load(torch::serialize::InputArchive& archive) override;
   /// The options and the state of this rank's own shards, by parameter name. With Partition::flat a
-  /// tensor has the elements of the shard only, in one dimension. Local. `rank`: that of another
-  /// rank, cut out of the result of consolidate_state_dict(); UsageError on a rank that has none.
+  /// tensor has the elements of the shard only, in one dimension. Local. With `rank`: those of
+  /// another rank, cut from the result of consolidate_state_dict(); UsageError on a rank without
+  /// it.
   OptimizerStateDict rank_local_state_dict(std::optional<int> rank = {}) const;
   /// For each rank the ranges of elements that it owns. The same on every rank. Local.
   std::vector<std::vector<ElementRange>> partition() const;
@@ -250,9 +251,9 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   /// Local; all ranks must use it in the same way.
   [[nodiscard]] NoSync no_sync();
 
-  /// In a join, on a rank without data: takes part in one backward of the other ranks. Call step()
-  /// afterwards as they do, which updates this rank's own shards. Collective with shard_gradients,
-  /// otherwise local.
+  /// In a join, on a rank without data: makes the collectives of one backward of the other ranks.
+  /// Call step() afterwards as they do, which updates this rank's own shards. Collective with
+  /// shard_gradients, otherwise local.
   void shadow_backward();
   ProcessGroup join_group() const override;
   void on_join_iteration(const JoinIteration& iteration) override;

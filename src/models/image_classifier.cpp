@@ -46,7 +46,7 @@ AddNorm norm_maker(const std::string& norm, std::optional<ProcessGroup> group) {
     throw UsageError(
         "ImageClassifier: norm is SyncBatchNorm, which needs the process group; none was given");
   }
-  // A group of their own keeps the layers' collectives apart from those of DistributedDataParallel
+  // With a group of their own, the layers' collectives do not mix with DistributedDataParallel's
   // during backward.
   return [add, own = group->split(0).value()](torch::nn::Module& parent, const std::string& name,
                                               int64_t channels) {

@@ -15,7 +15,7 @@ namespace {
 
 constexpr const char* kSyncBatchNorm = "SyncBatchNorm";
 
-/// All dimensions except that of the channels.
+/// All dimensions except the channel dimension.
 std::vector<int64_t> batch_dims(const at::Tensor& input) {
   std::vector<int64_t> dims{0};
   for (int64_t d = 2; d < input.dim(); ++d) dims.push_back(d);
@@ -52,8 +52,8 @@ double sum_on_host(double number, ProcessGroup& group) {
   return sum.item<double>();
 }
 
-/// The moments of the batch of all ranks, combined from those of each rank's batch by the rule of
-/// Chan et al. (1983). Collective.
+/// The moments of the batch of all ranks, combined from the moments of each rank's batch by the
+/// rule of Chan et al. (1983). Collective.
 Moments global_moments(const at::Tensor& input, ProcessGroup& group) {
   const auto channels = input.size(1);
   const auto options = at::TensorOptions().dtype(at::kDouble).device(input.device());

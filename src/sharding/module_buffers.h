@@ -25,9 +25,9 @@ class ModuleBuffers {
 
   /// All ranks get root's buffers, whatever the rule. Collective: one broadcast for each dtype.
   void broadcast(ProcessGroup& group, int root) const;
-  /// Applies the rule. `has_data`: false on a rank that takes part without data in a join; its
-  /// values do not count. Autograd's version counters do not change, as batch norm itself does not
-  /// change them, so a graph that is kept stays valid. Collective: one call for each dtype.
+  /// Applies the rule. `has_data`: false on a rank without data in a join; its values are ignored.
+  /// Autograd's version counters do not change, as batch norm itself does not change them, so a
+  /// graph that is kept stays valid. Collective: one call for each dtype.
   void synchronize(ProcessGroup& group, bool has_data = true) const;
   /// True if synchronize() is collective.
   bool synchronizes() const { return rule_ != BufferSync::none && !buffers_.empty(); }

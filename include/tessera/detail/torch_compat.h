@@ -34,7 +34,7 @@ using C10dBackend = c10d::Backend;
 using C10dBackend = c10d::ProcessGroup;
 #endif
 
-/// all_to_all of flat tensors, whose name has changed between versions. `Backend` derives from
+/// all_to_all of flat tensors. The function's name differs between versions. `Backend` derives from
 /// C10dBackend.
 template <class Backend>
 auto all_to_all_flat(Backend& backend, at::Tensor& output, at::Tensor& input,

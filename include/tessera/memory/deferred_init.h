@@ -11,9 +11,9 @@
 namespace tessera {
 
 /// While alive, large CPU tensors that this thread makes are deferred: operators run and their
-/// results are right, but the memory is given back at once, and a log of the operators remembers
-/// how to compute the values again (the idea of torchdistx's deferred_init, here with real
-/// execution, so that `.item()` and branches on values work). Scopes nest. Local.
+/// results are correct, but the memory is freed at once, and a log of the operators allows
+/// computing the values again (the idea of torchdistx's deferred_init, here with real execution, so
+/// that `.item()` and branches on values work). Scopes nest. Local.
 ///
 /// Deferred are tensors of 64 KiB and more. docs/memory.md says which operators the log cannot
 /// repeat and when nothing can be deferred. Such tensors are computed at once; `deferred_stats`

@@ -105,8 +105,8 @@ class GPT2Impl : public torch::nn::Module {
   /// Mean cross entropy in nats over the positions whose target is not -100, as a scalar; float32,
   /// or float64 for such weights. `tokens` and `targets` are int64 [B, T]. UsageError for a target
   /// that is neither a token nor -100; on an accelerator the loss is NaN instead. At most 2^23
-  /// logits exist at a time. The loss of more can be differentiated only once, and so can sequences
-  /// of more than 256 tokens: UsageError, or libtorch's error, in a backward with create_graph.
+  /// logits exist at a time. The loss of more logits, or of sequences of more than 256 tokens, can
+  /// be differentiated only once: UsageError, or libtorch's error, in a backward with create_graph.
   at::Tensor loss(const at::Tensor& tokens, const at::Tensor& targets);
 
   /// Returns `prompt` (int64 [T], T ≥ 1) followed by `count` sampled tokens. Each token depends on

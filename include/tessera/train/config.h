@@ -158,7 +158,7 @@ struct RunConfig {
   int64_t nonfinite_limit = 10;  ///< most steps in a row that are skipped or rolled back
   /// Factor of the median of recent losses; a larger loss is rolled back. No value: none is.
   std::optional<double> rollback_on_spike;
-  /// Steps from one comparison of what ranks must have in common to the next; 0: none.
+  /// Steps between two comparisons of the tensors that ranks have in common; 0: none.
   int64_t check_replicas = 100;
   bool repair_replicas = false;  ///< see tessera/step/replicas.h
   WatchdogConfig watchdog;
@@ -195,8 +195,8 @@ struct ConfigSource {
   std::shared_ptr<const OptionRecord> options;
 };
 
-/// The sections that each model has. Of an entry of `models`, at() takes "model.type" and says
-/// "models.NAME.model.type".
+/// The sections that each model has. In an entry of `models`, at() takes "model.type" and returns
+/// the place of "models.NAME.model.type".
 struct ModelSections : ConfigSource {
   ModelConfig model;
   OptimizerPlan optimizer;

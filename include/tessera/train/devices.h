@@ -28,7 +28,7 @@ void add_device(const std::string& name, DeviceKind kind);
 }  // namespace registry
 
 /// "" if `text` is the name of a known device, alone or, but for "cpu", with a number ("cuda:1").
-/// Otherwise what is wrong with it. Local.
+/// Otherwise the fault. Local.
 std::string device_problem(const std::string& text);
 
 /// The device that `text` names for this rank. Without a number: the one numbered as the rank on
@@ -36,8 +36,8 @@ std::string device_problem(const std::string& text);
 /// and where this process sees no such device. Local.
 at::Device device_of(const std::string& text, int local_rank);
 
-/// The default generator of a device: that of the CPU where its kind has none. Throws UsageError
-/// for a type that no registered kind has. Local.
+/// The default generator of a device: the CPU's if its kind has none. Throws UsageError for a type
+/// that no registered kind has. Local.
 at::Generator generator_of(at::Device device);
 
 }  // namespace tessera

@@ -52,7 +52,7 @@ struct GradientRules {
   double norm_type = 2;  ///< of clip_norm and of the norm that is reported: any p > 0, or infinity
   NonfiniteNorm nonfinite = NonfiniteNorm::update;
 
-  /// For the norm before clipping: throws that Error. Returns whether the update takes place.
+  /// Takes the norm before clipping. Throws the Error of NonfiniteNorm::error; else: update or not.
   bool allow(double norm) const;
 };
 

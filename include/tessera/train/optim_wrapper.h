@@ -59,8 +59,8 @@ class OptimWrapper {
   [[nodiscard]] Scope optim_context() { return Scope(*this); }
 
   /// Backward from `loss`, and the update when the iteration ends in one. `loss` is undefined on a
-  /// rank without data, which then only takes part in the other ranks' collectives. Call it within
-  /// the iteration's optim_context(). Collective.
+  /// rank without data, which then only makes the other ranks' collectives. Call it within the
+  /// iteration's optim_context(). Collective.
   void update_params(const at::Tensor& loss);
 
   /// Factor of this rank's loss from now on, 1 at first. For ranks with unequal numbers of samples:

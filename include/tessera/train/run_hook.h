@@ -42,8 +42,8 @@ class RunHook {
   virtual ~RunHook() = default;
   virtual void before_run(RunState&) {}
   virtual void after_step(RunState&) {}
-  virtual void after_evaluation(RunState&) {}  ///< `figures`: those of the evaluation
-  virtual void after_test(RunState&) {}        ///< `figures`: those of the test
+  virtual void after_evaluation(RunState&) {}  ///< `figures`: of the evaluation
+  virtual void after_test(RunState&) {}        ///< `figures`: of the test
   virtual void after_run(RunState&) {}
   /// True if evaluations compute predictions for this hook even if the config has no metrics.
   virtual bool wants_predictions() const { return false; }

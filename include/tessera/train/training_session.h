@@ -29,11 +29,11 @@ struct SessionStep {
 
 /// The trainer without its loop, for programs that have one: a simulation trains while it runs.
 /// Wrapper, optimizer, schedule, accumulation, clipping, precision, loss, checkpoints, log and
-/// report are those of the config (docs/config.md). The samples are tensors in memory, another
-/// number of them on each rank, on some ranks none. Losses and gradients are means over the samples
-/// of all ranks.
+/// report are those of the config (docs/config.md). The samples are tensors in memory. Their number
+/// may differ between ranks, and some ranks may have none. Losses and gradients are means over the
+/// samples of all ranks.
 ///
-/// The config has no section `data`, and of `train` every key is optional: without `train.steps`
+/// The config has no section `data`, and every key of `train` is optional: without `train.steps`
 /// the training has no end. Every function is collective unless marked "Local.", and blocks. An
 /// error of one rank is a UsageError with the same text on all. BrokenWorldError when a peer is
 /// lost. No signal handler is installed, and

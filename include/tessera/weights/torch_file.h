@@ -11,7 +11,7 @@
 #include "tessera/weights/tensor_source.h"
 
 // Reads and writes the files of torch.save (.pt, .pth, .bin): a zip archive with a pickle and one
-// record for each storage; also reads those of PyTorch before 1.6. The pickle is read by a reader
+// record for each storage; also reads files of PyTorch before 1.6. The pickle is read by a reader
 // of our own that runs nothing: it knows dicts, lists, tuples, numbers, strings, None, OrderedDict,
 // tensors, parameters, storages, dtypes and sizes, and leaves out everything else. All functions
 // are local.
@@ -28,7 +28,7 @@ class TorchFile : public TensorSource {
   /// {"model": …, "optimizer": …}; keys of dicts within dicts are divided by "/". Empty: the file's
   /// own dict, or the only dict in it that has tensors and is not an optimizer's state. Names in
   /// dicts and lists below it are joined by dots; values that are not tensors are left out, and
-  /// objects of Python are named in the log. Throws UsageError with the file and what it found:
+  /// objects of Python are named in the log. Throws UsageError with the file and the fault:
   /// TorchScript, tensors inside of other objects, files of a big-endian machine, archives and
   /// tensors whose sizes contradict each other, cycles.
   explicit TorchFile(const std::string& path, const std::string& key = "");

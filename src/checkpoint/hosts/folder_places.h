@@ -30,8 +30,8 @@ struct FolderPlaces {
   std::string on_leaders(ProcessGroup group, const std::string& text) const;
 };
 
-/// Every rank makes a file in `folder` and looks for those of the others. The folder must exist.
-/// Throws on all ranks if a rank cannot write or list it. Collective.
+/// Every rank makes a file in `folder` and looks for the files of the others. The folder must
+/// exist. Throws on all ranks if a rank cannot write or list it. Collective.
 FolderPlaces find_places(ProcessGroup group, const std::string& folder);
 
 }  // namespace tessera::store

@@ -122,7 +122,7 @@ void TorchArchive::Impl::read(void* to, size_t count, uint64_t offset) const {
                                  offset + static_cast<uint64_t>(got), count, offset));
 }
 
-/// The records of torch.save are in one folder, whose name is that of the first record.
+/// The records of torch.save are in one folder. The first record's name begins with the folder's.
 void TorchArchive::Impl::find_folder(const std::vector<ZipRecord>& sorted) {
   const std::string first = sorted.empty() ? "" : sorted.front().name;
   folder = first.substr(0, first.find('/') + 1);

@@ -119,7 +119,7 @@ class DirectoryReader {
     uint64_t bytes, in_file, header;
   };
 
-  /// The zip64 field holds those of the three numbers that are 0xffffffff.
+  /// The zip64 field holds each of the three numbers that is 0xffffffff in the entry.
   void read_extra_64(const std::string& extra, const std::string& name, Stored& stored) const {
     size_t at = 0;
     while (extra.size() - at >= 4) {

@@ -32,7 +32,7 @@ struct FileRecord {
   uint64_t bytes = 0;
   /// Number of bytes before the data of a safetensors file; 0 for a text file.
   uint64_t header_bytes = 0;
-  std::string digest;  ///< Of the header of a safetensors file; of a whole text file.
+  std::string digest;  ///< Digest of a safetensors header, or of a whole text file.
   std::map<std::string, std::string> tensors;  // name -> digest of its data
   /// Tensors with elements that are NaN or infinite: "weight: NaN in 3 of 8 elements". Masks are
   /// not listed.

@@ -176,8 +176,8 @@ at::Tensor Assembly::whole(const std::vector<Part>& parts, const std::string& st
   const auto tensor = reader_.load(first.file(), first.record().tensor_name(state));
   for (const Part& part : parts) {
     const std::string name = part.record().tensor_name(state);
-    // A tensor of one element may follow the parameter or be kept whole. Only the other slices show
-    // which.
+    // A tensor of one element may follow the parameter or be kept whole. The other slices of the
+    // parameter show which is the case.
     if (part.record().numel != 1 && !has(part.record().whole, state)) {
       refuse(fmt::format("{} follows the parameter in {} and is kept whole elsewhere", state,
                          part.file()));

@@ -13,7 +13,7 @@ namespace tessera::store {
 /// that data changed by the disk is detected.
 class TensorFile {
  public:
-  /// All functions throw as those of SafetensorsWriter.
+  /// All functions throw as SafetensorsWriter's functions do.
   TensorFile(const std::string& folder, const std::string& name, std::vector<SafetensorsSpec> specs,
              const SafetensorsMetadata& metadata);
 

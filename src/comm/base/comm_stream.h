@@ -55,12 +55,12 @@ class CommStream {
     if (mark) mark->block(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
   }
 
-  /// The host waits for what has been issued on the current stream.
+  /// The host waits for all work that was issued on the current stream.
   void wait_for_current() const {
     if (stream_) c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).synchronize();
   }
 
-  /// The allocator hands the tensor's memory out again only when this stream has run what is issued
+  /// The allocator reuses the tensor's memory only when this stream has run all work that is issued
   /// on it until then. For memory that was allocated on another stream and may be freed early.
   void keep(const at::Tensor& tensor) const {
     if (stream_)

@@ -12,7 +12,7 @@ namespace tessera::comm {
 
 struct World;
 
-/// How the ranks of a group move tensors of an accelerator: through a c10d backend. It is needed
+/// The c10d backend through which the ranks of a group move tensors of an accelerator. It is needed
 /// for broadcasts, sums, all_to_all and gathers of flat tensors, and it never gets a CPU tensor.
 /// Its reduce() does not change the tensors of the other ranks.
 struct DeviceBackend {

@@ -32,8 +32,8 @@ void add(Entries& entries, const std::vector<uint8_t>& written) {
   }
 }
 
-/// The ranks whose merged values this rank merges: rank + 1, + 2, + 4 … below the next power of two
-/// that divides rank.
+/// The ranks from which this rank takes merged values: rank + 2^k for each 2^k below the largest
+/// power of two that divides rank.
 std::vector<int> children_of(int rank, int size) {
   std::vector<int> children;
   for (int step = 1; rank + step < size && (rank == 0 || step < (rank & -rank)); step *= 2)

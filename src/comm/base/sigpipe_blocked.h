@@ -4,8 +4,8 @@
 
 namespace tessera::comm {
 
-/// Blocks SIGPIPE on this thread while alive. A write to a peer that is gone then fails with EPIPE
-/// instead of ending the process. Threads started meanwhile inherit the block. Gloo and c10d's
+/// Blocks SIGPIPE on this thread while alive. A write to a peer that has ended then fails with
+/// EPIPE and does not end the process. Threads started meanwhile inherit the block. Gloo and c10d's
 /// store write to sockets without MSG_NOSIGNAL. Under Python this has no effect, because Python
 /// ignores SIGPIPE, but a C++ program would end without a message. The program's own handling of
 /// SIGPIPE on other threads is unchanged.

@@ -35,7 +35,7 @@ const char* op_name(Op op);
 struct OpHeader {
   uint64_t sequence = 0;  ///< Number of the collective in its group, from 1.
   uint64_t detail = 0;    ///< Hash of the counts and of other values that must be equal.
-  int64_t numel = 0;      ///< Of Op::number and Op::split: the value that is exchanged.
+  int64_t numel = 0;      ///< The value that Op::number and Op::split exchange.
   int32_t root = -1;
   Op op = Op::barrier;
   int8_t dtype = 0;  ///< at::ScalarType
@@ -122,7 +122,7 @@ class Transport {
   virtual void abort() noexcept = 0;
 };
 
-/// The bytes of every rank: sizes[r] of rank r. `mine`: those of this rank, `rank`.
+/// The bytes of every rank: sizes[r] of rank r. `mine`: the bytes of this rank, `rank`.
 std::vector<std::string> gather_texts(Transport& transport, int rank, const std::string& mine,
                                       const Counts& sizes);
 

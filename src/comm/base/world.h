@@ -48,7 +48,7 @@ struct World {
   std::shared_ptr<const DeviceBackend> device;
   /// The reason for staging an accelerator's tensors unasked; "": the caller asked for it.
   std::string staged_because;
-  /// How values travel between hosts; see ProcessGroup::with_wire().
+  /// The format of values between hosts; see ProcessGroup::with_wire().
   WireFormat wire = WireFormat::float32;
 
   /// Rank `rank` of a start-up group with the members 0 … size-1. The caller sets hosts, same_host,

@@ -12,7 +12,7 @@ using Headers = std::vector<OpHeader>;
 
 /// One collective, as one rank calls it.
 struct Call {
-  /// `headers`: those of all ranks, in rank order; empty when they were not compared (see
+  /// `headers`: the headers of all ranks, in rank order; empty when they were not compared (see
   /// ProcessGroupOptions::check_collectives).
   using Body = std::function<void(Transport& transport, const Headers& headers)>;
 

@@ -8,8 +8,9 @@
 namespace tessera::comm {
 namespace {
 
-/// A collective that is compared in another group than the one that moves its data. An error of the
-/// comparison belongs to that group: its next collective throws it, unless wait() has done so.
+/// A collective whose headers are compared in one group and whose data move in another. An error of
+/// the comparison belongs to the comparing group: its next collective throws the error, unless
+/// wait() has thrown it.
 class ComparedWork : public Work::State {
  public:
   ComparedWork(std::shared_ptr<Work::State> compared, std::shared_ptr<Work::State> data)
@@ -24,7 +25,7 @@ class ComparedWork : public Work::State {
   std::shared_ptr<Work::State> compared_, data_;
 };
 
-/// The call that compares `call` and moves no data. `headers` gets those of all ranks.
+/// The call that compares `call` and moves no data. `headers` gets the headers of all ranks.
 Call comparison_of(const Call& call, WireFormat wire, std::shared_ptr<Headers> headers) {
   const auto format = "as " + to_string(wire);
   Call comparison{call.header, [headers = std::move(headers)](Transport&, const Headers& all) {

@@ -18,8 +18,8 @@ namespace tessera {
 class ProcessGroup::Impl {
  public:
   Impl();  // a group of one rank
-  /// `traffic`: that of the group whose counters this one shares; null: of its own. `control`: the
-  /// group that compares this one's collectives; null: this one.
+  /// `traffic`: the counters of the group with which this one shares them; null: its own.
+  /// `control`: the group that compares this one's collectives; null: this one.
   Impl(comm::World world, std::unique_ptr<comm::Transport> transport,
        std::shared_ptr<comm::Traffic> traffic = nullptr, std::shared_ptr<Impl> control = nullptr);
   ~Impl();
@@ -36,14 +36,14 @@ class ProcessGroup::Impl {
   /// Runs one collective; in a group of one rank it does nothing. The tags of the thread's TagScope
   /// come before the call's.
   Work issue(comm::Call call, comm::Mode mode = comm::Mode::wait);
-  /// Ends the effect of a divergence on this rank: see DivergenceScope. No call may be under way.
+  /// Ends the effect of a divergence on this rank: see DivergenceScope. No call may be running.
   void rejoin();
   /// See ProcessGroup::fail(). Informs the ranks of this group and of its sub-groups, because each
   /// may wait in any of them.
   [[noreturn]] void fail(const std::string& message);
   bool ended() const { return host_.failure().ended(); }
   void add_child(const std::shared_ptr<Impl>& child);
-  /// The sub-groups, those of the sub-groups, and so on, as far as they are alive.
+  /// The sub-groups, their sub-groups, and so on, if they are alive.
   std::vector<std::shared_ptr<Impl>> descendants();
   /// Another group of the same ranks with this one's counters. `prefix`: of its keys in the store.
   /// `control`: this group, if it compares the other one's collectives.

@@ -76,7 +76,7 @@ bool all_parts(std::string_view list, const Test& test) {
   return test(list);
 }
 
-/// True if `list` consists of hosts between commas: names in which ranges may stand in brackets.
+/// True if `list` consists of hosts between commas: names that may contain ranges in brackets.
 bool is_host_list(std::string_view list) {
   std::string names;  // the list without its brackets
   while (!list.empty()) {

@@ -98,9 +98,8 @@ std::string folder_key(const LaunchEnvironment& environment) {
 }
 
 /// The store in the folder that the launcher gave, else in the one that rank 0 announces under the
-/// name `place`. A process
-/// meets the same ranks in the same store each time: a store keeps all keys in memory, and its
-/// destructor would end the process if the folder had been removed before.
+/// name `place`. If a process meets the same ranks again, it uses the same store: a store keeps all
+/// keys in memory, and its destructor would end the process if the folder had been removed before.
 Store store_on_host(const LaunchEnvironment& environment, const std::string& place,
                     std::chrono::milliseconds timeout) {
   static auto& known = *new std::map<std::string, Store>();  // never destroyed

@@ -47,8 +47,8 @@ struct NetworkInterface {
   int64_t speed = 0;    ///< Mbit/s, as its driver says; 0: unknown.
 };
 
-/// The addresses of this host's interfaces, except those that are valid on one link alone. Of an
-/// interface that has IPv4 addresses only these.
+/// The addresses of this host's interfaces, except those that are valid on one link alone. An
+/// interface with IPv4 addresses is listed with these alone.
 std::vector<NetworkInterface> network_interfaces();
 
 /// outward_address(), else the address of the first interface that is up and is not the loopback

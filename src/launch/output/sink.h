@@ -64,7 +64,7 @@ class Sink {
   static constexpr size_t kFull = 1 << 20;
 
   struct SlowReader {
-    std::optional<Clock::time_point> full_since;  ///< Start of the slow reading.
+    std::optional<Clock::time_point> full_since;  ///< When slow reading began.
     size_t read = 0;                              ///< Bytes since full_since.
     bool drops = false;                           ///< Output is dropped.
     size_t dropped = 0;

@@ -32,9 +32,8 @@ class Meeting : public RoundOrders {
 
   /// Readable when there is a new order or an error. take() empties it.
   int fd() const override { return news_.get(); }
-  /// The current order. Throws UsageError if this launcher cannot take part: another secret, other
-  /// flags than node 0, a node rank that another launcher has. Throws BrokenWorldError if node 0
-  /// is lost.
+  /// The current order. Throws UsageError if this launcher cannot join: another secret, other flags
+  /// than node 0, a node rank that another launcher has. Throws BrokenWorldError if node 0 is lost.
   Order take();
   /// The loss of node 0 is an order of kind fail.
   std::optional<Order> end_of_round() override;

@@ -200,7 +200,7 @@ void Supervisor::report() const {
   if (interrupted_by_ || inherits_) return;
   auto lines = mux_.last_lines(cause_->rank - global_rank(around_.options, 0));
   std::string lead = lines.empty() ? "; it wrote nothing" : "; its last lines:";
-  // Of ranks that agree on an error, only one may have printed it.
+  // If ranks agree on an error, perhaps only one has printed it.
   if (cause_->exit.rank == cause_->rank && cause_->exit.report) {
     const auto error = lines_of(cause_->exit.report->text);
     if (!error.empty() && !contain(lines, error)) {

@@ -18,8 +18,8 @@ struct MemoryUse {
 /// Tells whether memory ran out. The launcher and its ranks are in one control group.
 class MemoryWatch {
  public:
-  /// Remembers the number of processes that the kernel has killed for memory so far. `cgroups`:
-  /// where the control groups are mounted; `own`: the file that names those of this process;
+  /// Remembers the number of processes that the kernel has killed for memory so far. `cgroups`: the
+  /// folder where the control groups are mounted; `own`: the file that names this process's groups;
   /// `vmstat`: the counters of the whole host, used if the control group has none.
   explicit MemoryWatch(const std::string& cgroups = "/sys/fs/cgroup",
                        const std::string& own = "/proc/self/cgroup",

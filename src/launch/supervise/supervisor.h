@@ -22,7 +22,7 @@ struct Outcome {
   bool interrupted = false;    ///< A signal requested the launcher to end.
   bool asked = false;          ///< A signal to the launcher requested an end at once.
   bool ordered = false;        ///< The order of another host's launcher ended the attempt.
-  std::string not_started;     ///< The reason against executing the program; or empty.
+  std::string not_started;     ///< Empty, or why the program could not be executed.
 };
 
 /// The objects that supervisors of successive attempts share.

@@ -21,7 +21,7 @@ inline constexpr auto kDetectionKey = c10::DispatchKey::TESTING_ONLY_GenericWrap
 struct PageUse {
   Page* page;
   int64_t offset;                  ///< Offset of the tensor's first element in the page.
-  bool written;                    ///< Whether the operator changes its elements.
+  bool written;                    ///< True if the operator changes its elements.
   std::string_view overload = {};  ///< Of the operator; known if the operator writes.
   /// The operator's second argument, if that is a number and this is the first use.
   std::optional<double> number = {};

@@ -24,13 +24,13 @@ namespace tessera::sharding {
 ///     share memory. Nothing else is allocated.
 ///   - displaced: another tensor was placed in a window by a wrong prediction (see
 ///     [Note: gradients in place]) and keeps that memory. The gradients are in private memory of
-///     the same size until that tensor is gone. Collectives then copy; results are the same.
+///     the same size until that tensor is freed. Collectives then copy; results are the same.
 /// All members are local. Not between threads: the owner locks.
 class GradientBuckets {
  public:
   /// `as_views`: gradients become windows of their bucket. Otherwise they are copied in and out.
   /// `component` and `rank` are for error messages. `refuse_own_norm`: throws the error of clipping
-  /// by the norm of the `.grad`s, which are those of this rank alone; needs `as_views`. Empty: such
+  /// by the norm of the `.grad`s, which belong to this rank alone; needs `as_views`. Empty: such
   /// clipping is allowed. See [Note: norms of one rank]. `in_background`: arrives_with() may be
   /// called; needs `as_views`, no `refuse_own_norm`, and start_detection().
   GradientBuckets(std::string component, int rank, std::vector<NamedTensor> parameters,

@@ -15,7 +15,7 @@ namespace tessera::sharding {
 /// A rank that skips its backward must not make the others wait in a lane that it does not use. So
 /// the first collective of a forward or backward uses the first lane, which is the wrapper's own
 /// group, or a group of with_wire() whose collectives are compared in it. ZeroRedundancyOptimizer's
-/// lanes belong to a duplicate group, so the caller's collectives do not wait for them.
+/// lanes belong to a duplicate group: its backward does not wait for collectives in them.
 size_t lanes_between_hosts(const ProcessGroup& group);
 
 /// Groups of the same ranks, whose collectives run beside each other.

@@ -248,7 +248,7 @@ void read_train(OptionReader& keys, const Config& config, RunConfig& run) {
   keys.read("epochs", run.epochs,
             "passes over the training data, instead of steps; 0: steps is used", kNotNegative);
   keys.read("global_batch", run.global_batch, "samples per step over all ranks", kAtLeastOne);
-  const bool several = !config.models.empty();  // then these keys are theirs
+  const bool several = !config.models.empty();  // then these keys belong to the models
   if (!several) {
     keys.read("accumulation", run.accumulation,
               "micro-batches into which a rank splits its samples of a step", kAtLeastOne);

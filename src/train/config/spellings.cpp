@@ -23,7 +23,7 @@ struct Spelling {
   const char* other;  ///< the text about it
 };
 
-/// Keys that stand for another one. The lists of several keys are joined.
+/// Keys that mean another key. The lists of several keys are joined.
 constexpr Spelling kKeys[] = {{kFsdp, "ignored_modules", "ignored_states"},
                               {kFsdp, "ignored_parameters", "ignored_states"}};
 
@@ -35,7 +35,7 @@ constexpr Spelling kWords[] = {{kDistributed, "reduce_method", ""},
 /// Keys whose value may be a map with this key alone.
 constexpr Spelling kMaps[] = {{kFsdp, "cpu_offload", "offload_params"}};
 
-/// Keys that no option stands for.
+/// Keys that correspond to no option.
 constexpr Spelling kRefused[] = {
     {kDdp, "broadcast_buffers", "no option; expected buffers: none for false"},
     {kDdp, "gradient_as_bucket_view", "no option; gradients always are views of the buckets"},

@@ -52,7 +52,8 @@ class TrainingGroups {
   virtual void start(ModelWrapper& wrapper) { (void)wrapper; }
   /// Call it after each step, also after one without an update; `steps` have been done. `flags` are
   /// sums over inner(). In a step where the groups meet they become sums over all ranks, otherwise
-  /// zeros. Returns whether a group has asked for the end. Collective where the groups meet.
+  /// zeros. Returns whether a group has asked for the end. Collective in a step where the groups
+  /// meet.
   virtual bool end_step(std::vector<double>& flags, int64_t steps) {
     (void)flags, (void)steps;
     return false;

@@ -9,7 +9,7 @@
 namespace tessera::train {
 namespace {
 
-/// Puts the steps of `before` that `after` has not repeated in front of those of `after`.
+/// Puts the steps of `before` that `after` has not repeated before the steps of `after`.
 void prepend(const TrainResult& before, TrainResult& after) {
   const int64_t kept = std::max<int64_t>(0, after.first_step - before.first_step);
   const auto insert = [kept](const std::vector<double>& from, std::vector<double>& to) {

@@ -87,7 +87,7 @@ class Run : public PreparedRun {
   /// For joins: the ranks that have data in the next iteration. Local.
   void on_join(const JoinIteration& iteration);
   /// One step, and the evaluation, log line and checkpoint after it. A rank without a batch only
-  /// takes part in the collectives of the others.
+  /// makes the collectives of the others.
   void iteration(std::optional<Batch> batch);
   /// The end of the run, also after a fault: its files and its result, or its error.
   TrainResult end();

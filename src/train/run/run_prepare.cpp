@@ -58,7 +58,7 @@ PreparedRun::PreparedRun(const Config& config, ProcessGroup group, RunSource sou
   context_.groups = make_training_groups(config, all);
   checkpoints_.emplace(context_);
   // Layers that communicate get a group of their own, so that their collectives are never matched
-  // with the wrapper's or with those of a failed start.
+  // with the wrapper's or a failed start's.
   ProcessGroup own = context_.own_group();
   const auto trained = config.trained();
   const bool communicates = std::any_of(trained.begin(), trained.end(), [](const auto* model) {

@@ -22,7 +22,7 @@ Json json_of(const MemoryUse& use) {
           {"optimizer_state", use.optimizer_state}};
 }
 
-/// Adds the memory of one model to that of others.
+/// Adds the memory of one model to the memory of others.
 void add(const std::vector<MemoryUse>& ranks, ModelWrapper& wrapper, Json& event) {
   const MemoryUse whole = wrapper.unsharded(ranks);
   Json own = {{"ranks", Json::array()},

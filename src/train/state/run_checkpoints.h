@@ -25,7 +25,7 @@ class RunCheckpoints {
   /// Opens checkpoint.folder for writing, and the checkpoint to resume from.
   explicit RunCheckpoints(RunContext& context);
 
-  bool write() const { return store_.has_value(); }  ///< Whether there is a folder. Local.
+  bool write() const { return store_.has_value(); }  ///< True if there is a folder. Local.
   /// The checkpoint from which the run resumes; null: none. Local.
   const Checkpoint* resumed() const { return resumed_ ? &*resumed_ : nullptr; }
 

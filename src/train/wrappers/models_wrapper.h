@@ -11,7 +11,7 @@ struct NamedWrapper {
 };
 
 /// Several models as one ModelWrapper, for checkpoints, averages, evaluations and checks. The names
-/// of parameters begin with those of the models. A train step makes the steps, so the members for a
+/// of parameters begin with the model's name. A train step makes the steps, so the members for a
 /// step throw UsageError.
 class ModelsWrapper final : public ModelWrapper {
  public:
