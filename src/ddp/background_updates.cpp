@@ -12,7 +12,7 @@
 namespace tessera {
 namespace {
 
-/// Something else has the memory, so a late update of it could be missed.
+/// Another tensor uses the memory, so its use could miss a late update.
 bool shares_memory(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->unsafe_storage().use_count() > 1;
 }
@@ -47,7 +47,7 @@ BackgroundUpdates::Entry* BackgroundUpdates::find(const at::Tensor& parameter) {
     if (shares_memory(parameter)) return nullptr;
     found->second.page = move_to_page(parameter);
   }
-  // Not if the program has given the parameter other memory since.
+  // Skipped if the program has given the parameter other memory since.
   return sharding::Page::of(parameter) == found->second.page.get() ? &found->second : nullptr;
 }
 

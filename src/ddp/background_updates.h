@@ -21,8 +21,8 @@ namespace tessera {
 class BackgroundUpdates : public optim::LateUpdates {
  public:
   /// Of the contiguous float32 ones of `parameters`. Each moves to a page of `arriving`, which
-  /// outlives this object, at its first late update; its memory stays the same. Not while something
-  /// else has its memory too: it would not notice that an update is late.
+  /// outlives this object, at its first late update; its memory stays the same. Not while another
+  /// tensor uses its memory too: that one would not notice a late update.
   BackgroundUpdates(const std::vector<sharding::NamedTensor>& parameters,
                     sharding::ArrivingPages& arriving);
   /// Blocks until everything under way is complete.
@@ -32,7 +32,7 @@ class BackgroundUpdates : public optim::LateUpdates {
   bool can_follow(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter) override;
   void follow(FusedOptimizer& optimizer, const std::vector<at::Tensor>& parameters) override;
   void stepped() override { used_ = true; }
-  /// Whether stepped() was ever called.
+  /// True if stepped() was ever called.
   bool used() const { return used_; }
 
  private:

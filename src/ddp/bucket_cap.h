@@ -13,9 +13,9 @@ inline constexpr double kDefaultBucketMib = 25;
 double bucket_mib_for(double latency, double bandwidth);
 
 /// The size of DistributedDataParallel's buckets if the user gives none. On one host 25 MiB, and
-/// nothing is sent. On several hosts it follows from all-reduces that are timed here: buckets that
-/// are small start early and leave little to wait for after backward, but each pays the latency.
-/// Sums do not depend on the size. The same on every rank. Collective; blocks.
+/// nothing is sent. On several hosts it follows from all-reduces that are timed here: small buckets
+/// start early and leave little to wait for after backward, but each one costs the latency. Sums do
+/// not depend on the size. The same on every rank. Collective; blocks.
 double choose_bucket_mib(ProcessGroup& group);
 
 }  // namespace tessera

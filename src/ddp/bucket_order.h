@@ -16,7 +16,7 @@ namespace tessera {
 /// the order of their reductions. 0 is the first. share: > 0; 1 and more: the order of backward.
 std::vector<size_t> order_of_reductions(size_t buckets, double share);
 
-/// How much of the time of a backward's reductions is within the backward.
+/// The part of the time of a backward's reductions that is within the backward.
 class ReductionTimes {
  public:
   /// The reduction of bucket `index` begins: bucket 0 comes first.
@@ -32,7 +32,7 @@ class ReductionTimes {
 
 /// The order of the buckets of one wrapper.
 struct BucketOrder {
-  /// Of the order: that of the parameters, of the arrival of gradients, or the last one.
+  /// The kind of order: of the parameters, of the arrival of gradients, or the last one.
   enum class Stage { of_parameters, of_arrival, last };
 
   Stage stage = Stage::of_parameters;

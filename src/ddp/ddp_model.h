@@ -17,7 +17,7 @@ namespace tessera {
 
 inline constexpr const char* kDdpName = "DistributedDataParallel";
 
-/// The module of a DistributedDataParallel: its parameters and buffers, and what they must be.
+/// The module of a DistributedDataParallel: its parameters and buffers, and their checks.
 class DdpModel {
  public:
   /// UsageError on every rank for parameters that do not suit. Collective.
@@ -47,7 +47,7 @@ class DdpModel {
   torch::nn::Module& module;
   ProcessGroup group;
   std::vector<sharding::NamedTensor> trainable;
-  bool has_data = true;  ///< False while this rank takes part in a join without data.
+  bool has_data = true;  ///< False on a rank without data in a join.
 
  private:
   void collect_parameters();

@@ -63,7 +63,7 @@ void DdpReduction::make_reducer() {
   if (in_background_) updates_.emplace(model_.trainable, *reducer_->arriving());
 }
 
-/// A hook's collectives, and those of a device, end within backward.
+/// Collectives of a hook or on a device end within backward.
 bool DdpReduction::overlaps_in_background() const {
   return options_.overlap == Overlap::background && model_.group.size() > 1 &&
          !options_.comm_hook &&

@@ -29,7 +29,7 @@ class DdpReduction : private sharding::ReductionPolicy {
   /// The passes of the other ranks, on a rank without data. Collective.
   void shadow();
   void set_join(const JoinIteration& iteration);
-  /// What is under way is complete. Local; blocks.
+  /// Returns when all reductions and updates are complete. Local; blocks.
   void wait();
   void end_step(StepEnd end);
 
@@ -38,7 +38,7 @@ class DdpReduction : private sharding::ReductionPolicy {
   struct Started {
     size_t bucket;
     Work work;
-    std::function<void()> finish;  ///< Of a hook, instead of `work`.
+    std::function<void()> finish;  ///< Used by a hook instead of `work`.
   };
 
   void start(size_t index) override;

@@ -61,7 +61,7 @@ class DistributedOptimizer::Impl {
   ProcessGroup& buffer_group();
   sharding::ModuleBuffers buffers_;
   bool no_module_ = true;  ///< track_buffers() was not called.
-  bool has_data_ = true;   ///< False while this rank takes part in a join without data.
+  bool has_data_ = true;   ///< False on a rank without data in a join.
   int64_t steps_ = 0;
 
  private:

@@ -246,9 +246,9 @@ bool PackedReduction::follows_record(size_t l, const sharding::Bucket& bucket) c
   });
 }
 
-/// One number for each member of the lane: 1 if this rank has a gradient for it, and more than all
-/// ranks can have so if this rank has written it. Then one flag for each bucket of the lane: this
-/// rank's gradients did not follow the record.
+/// One number for each member of the lane: 1 if this rank has a gradient for it, plus a number
+/// above the sum of all such 1s if this rank has written it. Then one flag for each bucket of the
+/// lane: this rank's gradients did not follow the record.
 at::Tensor PackedReduction::use_and_deviations(size_t l) const {
   std::vector<int> flags;
   const int written = lanes_[l].group.size() + 1;

@@ -62,9 +62,8 @@ class PackedReduction : private sharding::ReductionPolicy {
   /// on rank 0 in the last backward. Between backward passes. Collective over those groups.
   void repack();
 
-  /// See sharding::GradientWire. If they were `used`, the parameters have changed: what is written
-  /// from now on is compared at the end of backward, see sharding::ForwardWrites. Between backward
-  /// passes.
+  /// See sharding::GradientWire. If they were `used`, the parameters have changed: later writes are
+  /// compared at the end of backward, see sharding::ForwardWrites. Between backward passes.
   void end_step(bool used) {
     for (auto& lane : lanes_) lane.wire->end_step(used);
     if (used) writes_.restart();

@@ -17,7 +17,7 @@ at::Tensor gradient_view(const FlatParameter& flat, size_t member) {
   return sharding::window(flat.gradients.flat, flat.layout.offset(member), flat.parameters[member]);
 }
 
-/// Whether `grad`, which is `.grad` of the parameter, is large and nothing reads its memory after
+/// True if `grad`, which is `.grad` of the parameter, is large and nothing reads its memory after
 /// it was copied.
 bool may_move(const FlatParameter& flat, const at::Tensor& parameter, const at::Tensor& grad,
               const at::Tensor& computed) {

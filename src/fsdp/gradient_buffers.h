@@ -16,7 +16,7 @@ class GradientBuffers {
   void end_backward(bool learn) { placement_.end(learn); }
   /// `flat`, which has no buffer, gets one.
   void begin(FlatParameter& flat);
-  /// Whether gradients of some member may be computed in the flat buffer.
+  /// True if gradients of some member may be computed in the flat buffer.
   bool has_windows(const FlatParameter& flat) const;
   /// Moves `.grad` of a parameter of the module to the flat buffer, unless it is there already.
   /// `computed`: the tensor that autograd stored there; undefined if it is not known.
@@ -43,8 +43,8 @@ class GradientBuffers {
 bool is_mostly_one_parameter(const FlatParameter& flat);
 
 /// [Note: large parameters] A parameter of 64 MiB or more that is most of its unit (a tied
-/// embedding) determines the peak of a rank's memory. Its whole gradient is there during the whole
-/// backward if it is tied. So the memory of gradients is the system's while it holds none:
+/// embedding) determines the peak of a rank's memory. If it is tied, its whole gradient exists
+/// during the whole backward. So memory without gradients is returned to the system:
 /// - that of the shards' gradients from the forward before which they were cleared,
 /// - what backward has freed, while the last units are left, which is when most gradients of shards
 ///   are there,

@@ -29,7 +29,7 @@ std::string digest(const std::vector<char>& used) {
                      std::count(used.begin(), used.end(), 1), used.size(), hash & 0xffff);
 }
 
-/// Whether a unit was reduced since the last call.
+/// True if a unit was reduced since the last call.
 bool take_reduced(const ShardedModel& model) {
   bool any = false;
   for (auto* flat : model.flats) any = std::exchange(flat->gradients.reduced, false) || any;
@@ -37,7 +37,7 @@ bool take_reduced(const ShardedModel& model) {
 }
 
 /// A rank that has ended its backward does not see that another one reduces a unit again, except
-/// where a barrier follows. So no gradient may arrive after the reduction that was not expected.
+/// where a barrier follows. So only expected gradients may arrive after the reduction.
 bool none_may_follow(const ShardedModel& model, const FlatParameter& flat,
                      const sharding::ArrivalTracker& tracker) {
   return model.shares_memory() ||
@@ -135,9 +135,9 @@ void Gradients::begin(FlatParameter& flat) {
 
 /// Gradients can be computed in the flat buffer only if the unit has one. So the unit that was
 /// reduced after `flat` in the last backward gets its buffer now, not with its first gradient. All
-/// ranks do so at the same place in the order of their reductions.
+/// ranks make this step at the same place in the order of their reductions.
 void Gradients::begin_next(const FlatParameter& flat) {
-  if (join_leader_.some_rank_has_no_data()) return;  // they take buffers when they are told to
+  if (join_leader_.some_rank_has_no_data()) return;  // they take buffers when told to
   auto next = std::find(last_order_.begin(), last_order_.end(), &flat);
   if (next == last_order_.end() || ++next == last_order_.end()) return;
   auto& gradients = (*next)->gradients;

@@ -24,7 +24,7 @@ class Gradients {
   /// On a rank without data in a join: the leader's setting counts; nullopt: this rank's own.
   void follow_sync(std::optional<bool> leader) { leader_sync_ = leader; }
 
-  /// A forward begins. `trains`: a backward may follow which reduces.
+  /// A forward begins. `trains`: a backward that reduces may follow.
   void begin_forward(bool trains);
   /// A backward has begun; autograd has not yet changed any `.grad`.
   void begin_backward();
@@ -40,8 +40,8 @@ class Gradients {
   bool end_diverged_backward();
   /// For a backward that was abandoned: drops its gradients, also those of open reductions.
   void abandon();
-  /// Clears those of the parameters whose `.grad` the program has reset since the last backward:
-  /// see [Note: placeholders of gradients]. Outside of backward.
+  /// Clears the gradients of parameters whose `.grad` the program has reset since the last
+  /// backward: see [Note: placeholders of gradients]. Outside of backward.
   void notice_cleared();
   /// Waits for late gradients.
   void wait();

@@ -8,12 +8,12 @@
 
 namespace tessera::fsdp {
 
-/// [Note: shards on the host] With cpu_offload the device reads the shards later than it is told
-/// to. The host waits for it before shards may change: where a forward without gradients ends,
-/// where a backward that reduces ends (there Reductions has waited, as a rule), and before all
-/// units are released. A forward with gradients does not wait, because its backward usually comes
-/// before the shards change. If it does not, the first operator that takes a shard waits: the
-/// shards are on pages of this owner.
+/// [Note: shards on the host] With cpu_offload the device reads the shards some time after the copy
+/// was issued. The host waits for the copy before shards may change: where a forward without
+/// gradients ends, where a backward that reduces ends (there Reductions has waited, as a rule), and
+/// before all units are released. A forward with gradients does not wait, because its backward
+/// usually comes before the shards change. If it does not, the first operator that takes a shard
+/// waits: the shards are on pages of this owner.
 class HostCopies : public sharding::PageOwner {
  public:
   explicit HostCopies(const comm::CommStream& stream) : stream_(stream) {}

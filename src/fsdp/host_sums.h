@@ -13,8 +13,8 @@ namespace tessera::fsdp {
 /// thread-safe.
 class HostSums {
  public:
-  /// Issues the copy of `sum` on the current stream. It is to be added to `target`, or to replace
-  /// it, times `scale`.
+  /// Issues the copy of `sum` on the current stream. Later the sum, times `scale`, is added to
+  /// `target` or replaces it.
   void send(const at::Tensor& target, const at::Tensor& sum, bool add, double scale) {
     const auto pinned = sum.options().device(target.device()).pinned_memory(true);
     // A copy that converts would make the host wait.

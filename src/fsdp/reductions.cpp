@@ -102,7 +102,7 @@ void Reductions::make_segment(FlatParameter& flat) {
 }
 
 /// Keeps the gradients that the shards have. From here until settle(), autograd gives a shard a new
-/// gradient: that of a term of the loss over the shards themselves.
+/// gradient: from a term of the loss over the shards themselves.
 void Reductions::set_aside(Reduction& reduction) {
   reduction.before.resize(reduction.used.size());
   for (size_t m = 0; m < reduction.used.size(); ++m) {
@@ -121,8 +121,8 @@ void Reductions::start(Reduction& reduction, size_t turn, const std::string& tag
   auto& flat = reduction.flat;
   const double scale = 1.0 / join_leader_.divisor();
   const bool replicated = model_.replicas.size() > 1, narrow = comm::is_narrow(flat.reduce);
-  // Otherwise a collective applies it: with replicas that of their sum, and for 16 bits each of
-  // them, because a sum that is not a mean may be out of range.
+  // Otherwise collectives apply the factor: with replicas the sum over these, for 16 bits every sum
+  // its part, because a sum that is not a mean may be out of range.
   reduction.scale = replicated || narrow ? 1 : scale;
   const int shards = model_.shard_group.size();
   const bool directly = !replicated && flat.reduce == flat.dtype() && !flat.on_host() &&
@@ -198,9 +198,9 @@ void Reductions::wait_for_host_sums() {
   for (auto& reduction : std::exchange(unsettled_, {})) settle(*reduction);
 }
 
-/// The gradients of the shards are the means, and what autograd has added to the shards themselves
-/// since reduce(). Without the mean of a dropped reduction, they are what they were. Hooks of a
-/// shard get what those of a parameter get: the gradient of this backward alone.
+/// The gradients of the shards become the means plus the gradients that autograd has added to the
+/// shards since reduce(). If a reduction was dropped, they keep their former values. Hooks of a
+/// shard get the gradient of this backward alone, as hooks of a parameter do.
 void Reductions::settle(Reduction& reduction) {
   if (std::exchange(reduction.settled, true)) return;
   const at::NoGradGuard no_grad;
@@ -222,8 +222,8 @@ void Reductions::settle(Reduction& reduction) {
   }
 }
 
-/// The ranks diverged before `reduction`: its gradients stay in the slot, and those of the shards
-/// are what they were.
+/// The ranks diverged before `reduction`: its gradients stay in the slot, and the gradients of the
+/// shards keep their former values.
 void Reductions::fail(const std::shared_ptr<Reduction>& reduction) {
   reduction->dropped = true;
   auto& flat = reduction->flat;
@@ -238,7 +238,7 @@ void Reductions::fail(const std::shared_ptr<Reduction>& reduction) {
 
 void Reductions::finish_one() {
   const auto reduction = open_.front();
-  if (!reduction->late) open_.pop_front();  // the error of a late one is for all that use it
+  if (!reduction->late) open_.pop_front();  // the error of a late one is thrown at each use
   try {
     advised([&] { reduction->work.wait(); });
   } catch (const comm::Diverged&) {
@@ -283,7 +283,7 @@ void Reductions::finish_late() {
   });
 }
 
-/// Whether nothing but memory is missing to the gradients of the shards.
+/// True if the gradients of the shards lack only memory.
 bool Reductions::may_be_late(const Reduction& reduction) const {
   if (options_.overlap != Overlap::background || reduction.dropped || reduction.flat.on_host())
     return false;

@@ -19,18 +19,17 @@ namespace tessera::fsdp {
 ///
 /// [Note: late gradients] With Overlap::background, reductions may run on when a backward has
 /// ended. `.grad` of their shards are then views of pages of this owner that have no memory yet.
-/// The first operator that takes one waits, and so does everything that begins a forward or a
-/// backward.
+/// The first operator that takes one waits; the next forward or backward waits too.
 class Reductions : public sharding::PageOwner {
  public:
-  /// `recover`: after a divergence before a late gradient, makes the reductions that are left.
+  /// `recover`: after a divergence before a late gradient, makes the remaining reductions.
   /// Collective.
   Reductions(ShardedModel& model, const FullyShardedDataParallelOptions& options, FsdpStats& stats,
              JoinLeader& join_leader, std::function<void()> recover);
   ~Reductions() override;
 
   /// Begins to reduce the flat buffer of `flat`, in `turn` of this backward. `tag`: a text that
-  /// tells backwards apart.
+  /// distinguishes backwards.
   void begin(FlatParameter& flat, size_t turn, const std::string& tag);
   /// The slot of the reduction that has begun belongs to it alone.
   void begun();
@@ -39,7 +38,7 @@ class Reductions : public sharding::PageOwner {
   /// Waits until no reduction of `flat` is under way, and until its gradients can be added to.
   void finish(const FlatParameter& flat);
   void finish_all();
-  /// At the end of backward: those that cannot be late.
+  /// At the end of backward: waits for the reductions that cannot be late.
   void finish_early();
   /// Calls `take(flat, slot, used)` for each reduction that was not made because the ranks have
   /// diverged. All have ended.

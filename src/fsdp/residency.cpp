@@ -90,7 +90,7 @@ bool contains(const std::vector<size_t>& units, size_t unit) {
   return std::find(units.begin(), units.end(), unit) != units.end();
 }
 
-/// Whether the module of `outer` contains that of one of `units`, and so is likely to continue
+/// True if the module of `outer` contains that of one of `units`, and so is likely to continue
 /// after it.
 bool encloses_one(const ShardedModel& model, const std::vector<size_t>& units, size_t outer) {
   for (auto inner : units) {
@@ -187,8 +187,8 @@ void Residency::gather_needed(Phase phase) {
     if (!unit.root) release_until_it_fits(unit.gathered_bytes(), 0);
     fetch(unit, phase, false);
   }
-  // In shared memory a gather of forward has nothing to wait for, and ranks that use other units
-  // find it out there.
+  // In shared memory a gather in forward does not wait for data, and ranks that use other units
+  // detect it there.
   const bool prefetches = moved && options_.overlap != Overlap::none &&
                           (backward ? options_.backward_prefetch == BackwardPrefetch::pre
                                     : between_hosts || !model_.device().is_cpu());

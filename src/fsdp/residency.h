@@ -25,12 +25,12 @@ namespace tessera::fsdp {
 /// shards are written only outside of forward and backward.
 ///
 /// [Note: divergence] Ranks may use different units, or different parameters of one unit (experts,
-/// branches). Then one rank's collective meets another collective of another rank, or one with
-/// another tag, and comm::Diverged is thrown on all of them: no message is needed where nothing
-/// differs. From there to the end of the step, the ranks do not depend on each other's path: they
-/// gather all units, release none, and reduce all remaining gradients at the end of backward, in
-/// the order of the units, after an exchange of which parameters have gradients. Memory that they
-/// need meanwhile is no slot. The next step begins without a record of use.
+/// branches). Then a rank's collective differs from another rank's, in kind or tag, and
+/// comm::Diverged is thrown on all ranks. No message is needed while nothing differs. From there to
+/// the end of the step, the ranks do not depend on each other's path: they gather all units,
+/// release none, and reduce all remaining gradients at the end of backward, in the order of the
+/// units, after an exchange of which parameters have gradients. Memory that they need meanwhile is
+/// no slot. The next step begins without a record of use.
 class Residency : public sharding::PageOwner {
  public:
   Residency(ShardedModel& model, const FullyShardedDataParallelOptions& options, FsdpStats& stats,
@@ -92,7 +92,7 @@ class Residency : public sharding::PageOwner {
   size_t turn_ = 0;               // gathers in this phase: see [Note: lanes]
   std::atomic<int> forwards_ = 0;
   std::atomic<bool> backward_ = false;  // a backward runs and has used a page
-  // Whether ranks without data take part in the current forward; they skip forwards without
+  // True if ranks without data take part in the current forward; they skip forwards without
   // gradients.
   bool followed_ = false;
 };

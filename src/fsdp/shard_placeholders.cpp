@@ -96,8 +96,8 @@ void ShardPlaceholders::clear(size_t parameter) {
 }
 
 /// The program is about to read the gradient of a shard, or `to_write` it: then the parameter gets
-/// a placeholder, so that zero_grad() of the module clears what the program may set. `missing`: it
-/// has none, unless another rank has used the parameter.
+/// a placeholder, so that zero_grad() of the module clears what the program may set. `missing`: the
+/// shard has none, unless another rank has used the parameter.
 void ShardPlaceholders::accessed(size_t parameter, bool to_write, bool missing) {
   if (busy_) return;
   const std::lock_guard lock(*model_.mutex);

@@ -11,12 +11,12 @@
 
 namespace tessera::fsdp {
 
-/// What the program does to `.grad` of the module's parameters, and to that of the shards.
+/// The program's accesses to `.grad` of the module's parameters, and of the shards.
 ///
 /// [Note: access to gradients of shards] Optimizers and programs call grad() and mutable_grad() of
-/// the shards, which are virtual functions of a tensor's autograd metadata. What the program has
-/// done before to `.grad` of the module's parameters counts then, without an operator or a call of
-/// ours: see [Note: placeholders of gradients].
+/// the shards, which are virtual functions of a tensor's autograd metadata. These take earlier
+/// changes of `.grad` of the module's parameters into account, without an operator or a call of
+/// Tessera: see [Note: placeholders of gradients].
 /// Not between threads, except for the shards: the owner locks the model's mutex.
 class ShardPlaceholders {
  public:
@@ -32,7 +32,7 @@ class ShardPlaceholders {
   void take_away() { placeholders_.take_away(); }
   void begin_backward();
   void end_backward();
-  /// While the result exists, the gradients of the shards are not the program's to take.
+  /// While the result exists, the program must not take the gradients of the shards.
   auto own_access() {
     return c10::make_scope_exit([this, before = busy_.exchange(true)] { busy_ = before; });
   }

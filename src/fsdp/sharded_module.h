@@ -49,7 +49,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   /// Flat parameters with parameters that were frozen and require a gradient now are reduced from
   /// now on. All ranks must see it. Collective if there are some.
   void follow_thaw();
-  /// `has_data`: false on a rank that takes part in a join without data.
+  /// `has_data`: false on a rank without data in a join.
   void end_backward(bool has_data);
   /// Switches between the dtypes of mixed_precision and the parameters' own. A change releases all
   /// units. Outside of forward. Local.

@@ -45,8 +45,8 @@ UnitPages::UnitPages(ShardedModel& model, Residency& residency)
     make_gradients(*flat);
     restore(*flat);
   }
-  // Gradients from before the construction are dropped. Autograd would add to them, and the
-  // optimizer, which has only the shards, would not clear them.
+  // Earlier gradients are dropped. Autograd would add to them, and the optimizer, which has only
+  // the shards, would not clear them.
   for (auto& parameter : model_.parameters) parameter.tensor.mutable_grad() = at::Tensor();
   memory::return_freed_memory();
 }

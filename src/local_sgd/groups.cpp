@@ -9,8 +9,8 @@
 namespace tessera {
 namespace {
 
-/// For each rank the number of its group. All ranks have the same arguments, so an error is one of
-/// all ranks.
+/// For each rank the number of its group. All ranks have the same arguments, so all ranks throw the
+/// same error.
 std::vector<int> group_numbers(const ProcessGroup& world, int64_t group_size) {
   const int ranks = world.size();
   std::vector<int> numbers;

@@ -49,7 +49,7 @@ void LocalSgd::InnerJoin::on_join_iteration(const JoinIteration& iteration) {
       inner.first_active = rank;
     }
     if (inner.active_ranks == size) inner.has_data.clear();
-    // The divisor tells whether ranks without data count.
+    // The divisor shows whether ranks without data count.
     if (iteration.divisor != world_.size()) inner.divisor = inner.active_ranks;
   }
   active_ = inner.active_ranks > 0;

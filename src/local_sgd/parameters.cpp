@@ -105,7 +105,8 @@ std::vector<std::string> Parameters::contract() const {
 }
 
 Parameters::Storage Parameters::storage_of(const at::Tensor& tensor) {
-  // An operator, because a parameter that is updated in the background has no memory before one.
+  // Uses an operator, because a parameter that is updated in the background gets memory only by
+  // one.
   return {tensor.detach().data_ptr(), tensor.numel(), tensor.scalar_type(), tensor.use_count() > 1};
 }
 

@@ -43,7 +43,7 @@ bool is_arriving(const at::Tensor& grad) {
          compat::unchecked_data_ptr(grad.storage().unsafeGetStorageImpl()).get() == nullptr;
 }
 
-// Whether a gradient is arriving. UsageError for a sparse one.
+// True if a gradient is arriving. UsageError for a sparse one.
 bool any_is_arriving(const std::vector<torch::optim::OptimizerParamGroup>& groups) {
   bool any = false;
   for (size_t g = 0; g < groups.size(); ++g) {

@@ -21,7 +21,7 @@ RangeKernel sgd_kernel(Precision precision, bool l2, Momentum momentum);
 /// See tessera/optim/fused_optimizer.h.
 double sum_of_squares(const float* x, int64_t n);
 
-/// Whether the AVX2 code is used.
+/// True if the AVX2 code is used.
 bool uses_avx2();
 
 /// For tests and measurements. False: kernels that are requested from now on use the code for any

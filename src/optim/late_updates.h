@@ -11,7 +11,7 @@ namespace tessera::optim {
 class LateUpdates {
  public:
   virtual ~LateUpdates() = default;
-  /// Whether `parameter`, whose gradient has no memory yet, can be updated later. Local.
+  /// True if `parameter`, whose gradient has no memory yet, can be updated later. Local.
   virtual bool can_follow(const torch::optim::Optimizer& optimizer,
                           const at::Tensor& parameter) = 0;
   /// `parameters`, of which can_follow() is true, are updated when their gradients have arrived, by
@@ -21,12 +21,12 @@ class LateUpdates {
   /// A fused optimizer of some of the parameters has made a step. Local.
   virtual void stepped() = 0;
 
-  /// Those of `parameter`; null if there are none. From any thread.
+  /// The late updates of `parameter`; null if there are none. From any thread.
   static LateUpdates* of(const at::Tensor& parameter);
 
  protected:
   void add(const at::Tensor& parameter);
-  /// For the destructor: nothing is updated by this object any more.
+  /// For the destructor: this object makes no more updates.
   void remove_all();
 };
 

@@ -25,7 +25,7 @@ torch::serialize::InputArchive reopen(const torch::serialize::OutputArchive& arc
 }
 
 // An archive has the names in code, between quotes, which libtorch compiles when it reads it. Names
-// come from files, and one that ended the quotes would add code that runs.
+// come from files, and a name that ends the quotes could add code that runs.
 void check_name(const std::string& name) {
   const bool ends = std::any_of(name.begin(), name.end(), [](unsigned char c) {
     return c < ' ' || c == '"' || c == '\'' || c == '\\';

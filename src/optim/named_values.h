@@ -9,7 +9,7 @@
 #include <torch/serialize/archive.h>
 
 // User-defined states and options as named values, through their `serialize` functions and an
-// archive in memory. Of a file or another process it never has other text than plain names.
+// archive in memory. Text from a file or another process enters the archive only as plain names.
 
 namespace tessera::optim {
 

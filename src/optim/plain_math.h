@@ -37,11 +37,11 @@ AdamNumbers adam_numbers(const Options& o) {
 
 void plain_adam(const AdamTensors& tensors, const AdamNumbers& numbers);
 
-/// Whether the parameter can be in a list of an accelerator's tensors, which are updated together.
+/// True if the parameter can be in a list of an accelerator's tensors, which are updated together.
 bool is_listed(const at::Tensor& param, const at::Tensor& grad);
 /// Copies tensors of one device and dtype in two launches.
 void copy_list(const std::vector<at::Tensor>& to, const std::vector<at::Tensor>& from);
-/// Whether libtorch has kernels for lists of this parameter's device.
+/// True if libtorch has kernels for lists of this parameter's device.
 bool has_list_kernels(const at::Tensor& param);
 /// Tensors of one device and dtype, all at the same step: one launch of libtorch's kernel if
 /// `fused`, which must exist, else one launch for each operation.

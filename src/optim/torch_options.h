@@ -48,7 +48,7 @@ void read_fields(OptionReader& reader, Options& options) {
   });
 }
 
-/// Throws UsageError for values that do not go together.
+/// Throws UsageError for values that exclude each other.
 template <class Options>
 void check_combination(const OptionReader& reader, const Options& options) {
   if constexpr (is_one_of<Options, torch::optim::SGDOptions>) {

@@ -15,8 +15,8 @@ namespace tessera::zero {
 /// when backward has completed the bucket, into memory of its own: gradient bytes / W. Parameters
 /// do not change, so that clipping and schedules stay possible until step(). The user may still
 /// change a gradient: another backward, zero_grad(), a write through any pointer. So each rank
-/// keeps a checksum of what it sent. step() compares, and a bucket that has changed on any rank is
-/// reduced again. After a step in which that happened, nothing is sent early for some steps.
+/// keeps a checksum of each sent bucket. step() compares, and a bucket that has changed on any rank
+/// is reduced again. After a step in which that happened, nothing is sent early for some steps.
 ///
 /// These collectives have groups of their own, so that their order relative to other collectives
 /// between backward and step() does not matter. The buckets take turns: [Note: lanes].
@@ -30,7 +30,7 @@ class EarlyReduction {
   void send(size_t b, const ShardBucket& bucket, const at::Tensor& flat, at::Tensor sum);
   /// 1, and for 16-bit gradients 1 / W. (The divisor of a join may change until step().)
   double scale(const at::Tensor& flat);
-  /// Whether `flat` differs from what send() was given, or the sum was forgotten. Local.
+  /// True if `flat` has changed since send(), or the sum was forgotten. Local.
   bool changed(size_t b, const at::Tensor& flat) const;
   /// The sum of bucket `b` is complete. Blocks.
   void wait(size_t b);
@@ -39,8 +39,8 @@ class EarlyReduction {
   /// Waits for everything that was sent and forgets it. Blocks.
   void drain();
 
-  /// Whether the next backward sends, given whether a bucket of this step had changed. Every rank
-  /// calls it in each step with the same answer.
+  /// Decides whether the next backward sends; the argument: a bucket of this step had changed.
+  /// Every rank calls it in each step with the same argument.
   bool next_round(bool any_changed);
 
  private:

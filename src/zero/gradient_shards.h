@@ -13,8 +13,8 @@ namespace tessera::zero {
 /// when it is complete and adds this rank's part of the mean to its segment. The memory of the
 /// bucket then goes back to the system; the next gradient in it gets new pages. One bucket is
 /// reduced at a time: a bucket that becomes complete waits for the one before. So a rank's
-/// gradients take its segments, one bucket that is being reduced, and what backward has produced
-/// since.
+/// gradients take its segments, one bucket that is being reduced, and the gradients that backward
+/// has produced since.
 ///
 /// The sums of the segments, which may come from several backwards.
 class GradientShards {

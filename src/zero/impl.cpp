@@ -191,8 +191,8 @@ void ZeroRedundancyOptimizer::Impl::register_parameters(
 }
 
 /// A tensor that shares memory with a parameter would keep the present values if the parameter
-/// moved into a bucket. Ranks may differ in it, as in what their programs hold, and agree here.
-/// Collective.
+/// moved into a bucket. Ranks may differ in this, because their programs may hold other tensors, so
+/// they agree here. Collective.
 void ZeroRedundancyOptimizer::Impl::keep_shared_storage(const torch::nn::Module* module) {
   const auto& parameters = shards.parameters();
   const bool moves = options.parameters_as_bucket_view;
@@ -248,7 +248,7 @@ void ZeroRedundancyOptimizer::Impl::make_local_optimizer() {
 
 void ZeroRedundancyOptimizer::Impl::follow_trainability() {
   const auto changed = shards.changed_trainability();
-  // Ranks must see the same change. Only a rank that saw one compares.
+  // All ranks must see the same change. A rank that sees no change makes no comparison.
   if (changed.empty()) return;
   group.check_contract(std::string(kName) + " (a change of requires_grad)", changed);
   const auto thawed = shards.thawed();

@@ -22,9 +22,8 @@ namespace tessera {
 
 /// A step and everything around it, in terms of its parts: `shards` (who owns what), `mean` (the
 /// averaged gradient), `local` (the wrapped optimizer).
-/// impl.cpp: construction, changes of parameters, state dicts by name. plan.cpp: which options go
-/// together. impl_state.cpp: archives and state of one rank. step.cpp: a step, norms,
-/// clipping.
+/// impl.cpp: construction, changes of parameters, state dicts by name. plan.cpp: the rules between
+/// options. impl_state.cpp: archives and state of one rank. step.cpp: a step, norms, clipping.
 class ZeroRedundancyOptimizer::Impl {
  public:
   static constexpr const char* kName = zero::kName;

@@ -22,7 +22,7 @@ class LocalOptimizer {
   void extend(const torch::optim::Optimizer& visible, const Shards& shards);
 
   torch::optim::Optimizer& get() const { return *optimizer_; }
-  /// Whether elements are updated independently of each other, so that parameters can be cut.
+  /// True if elements are updated independently of each other, so that parameters can be cut.
   bool element_wise() const { return element_wise_; }
   /// The optimizer, if it can update all of the bucket's shards run by run; otherwise null.
   FusedOptimizer* one_pass(const ShardBucket& bucket) const;

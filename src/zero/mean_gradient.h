@@ -26,7 +26,7 @@ class MeanGradient : protected sharding::ReductionPolicy {
   void watch();
   /// Null with reduce_gradients off, and where no parameter is trainable.
   sharding::Reducer* reducer() const { return reducer_.get(); }
-  /// Divisor of the mean: the world size, or in a join what the join says.
+  /// Divisor of the mean: the world size, or the divisor of the join.
   int divisor;
   ZeroRedundancyOptimizer::Reductions reductions;
   /// See sharding::Reducer.
@@ -36,11 +36,11 @@ class MeanGradient : protected sharding::ReductionPolicy {
   virtual void average() = 0;
   /// Before an update: collects this rank's gradients where they are not averaged yet. Collective.
   virtual void begin_update() = 0;
-  /// Whether own segments hold the mean.
+  /// True if own segments hold the mean.
   virtual bool averaged() const = 0;
   /// Own segment of the mean of bucket `b`, 1-D. Its values count after average().
   at::Tensor segment(size_t b);
-  /// Whether any rank had a gradient for the parameter.
+  /// True if any rank had a gradient for the parameter.
   virtual bool used(size_t parameter) const = 0;
 
   /// UsageError, naming `change`, where it would lose a mean that was taken already.
@@ -49,7 +49,7 @@ class MeanGradient : protected sharding::ReductionPolicy {
   virtual bool edited() { return false; }
   /// Before parameters or `.grad`s change: `.grad`s are gradients or undefined. Local.
   virtual void hide_placeholders() {}
-  /// The averaged gradients, if any, are used or given up.
+  /// The averaged gradients, if any, were used or dropped.
   virtual void reset() = 0;
   /// zero_grad() was called. Local.
   virtual void clear(bool /*set_to_none*/) {}
@@ -66,11 +66,11 @@ class MeanGradient : protected sharding::ReductionPolicy {
 
   /// The buckets become others: drops what was reduced for the former ones. Collective.
   virtual void drop_sums() {}
-  /// What this class asks of the reducer. `first`: nothing was watched before.
+  /// The reducer's options for this class. `first`: nothing was watched before.
   virtual void add_to(sharding::ReducerOptions& options, bool first) = 0;
   /// `trainable` are watched.
   virtual void watched(const std::vector<sharding::NamedTensor>& /*trainable*/, bool /*first*/) {}
-  /// Whether the bucket's own memory, or that of its segment, counts in bytes().
+  /// True if the bucket's own memory, or that of its segment, counts in bytes().
   virtual bool has_bucket(size_t b) const = 0;
   virtual bool has_segment(size_t b) const { return segments_[b].defined(); }
 

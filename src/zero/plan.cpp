@@ -14,7 +14,7 @@ namespace {
 struct Rule {
   std::string option;  ///< As given, with its value where that is not a switch.
   bool given;
-  bool met;  ///< What the option needs is there.
+  bool met;  ///< The requirement of the option is met.
   const char* reason;
 };
 

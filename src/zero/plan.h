@@ -11,9 +11,9 @@ namespace tessera::zero {
 
 /// An optimizer of one parameter.
 std::unique_ptr<torch::optim::Optimizer> example_of(const OptimizerFactory& factory);
-/// Whether an update of one parameter depends on the others, so that one rank needs all of them.
+/// True if an update of one parameter depends on the others, so that one rank needs all of them.
 bool uses_all_parameters(const OptimizerFactory& factory);
-/// Whether a DistributedDataParallel reduces the gradient of one of `parameters`.
+/// True if a DistributedDataParallel reduces the gradient of one of `parameters`.
 bool is_reduced_by_ddp(const std::vector<sharding::NamedTensor>& parameters);
 
 /// The facts, beside the options, on which the choice of mechanisms depends. The same on all ranks.
@@ -37,8 +37,8 @@ struct Plan {
   std::vector<std::string> notes;          ///< For the log: options with less effect, and why.
 };
 
-/// The rules by which options go together, in one table. UsageError with `prefix` for options that
-/// cannot; options that overlap less than they ask for are never an error. Local.
+/// The rules between options, in one table. UsageError with `prefix` for options that exclude each
+/// other; less overlap than an option asks for is never an error. Local.
 Plan plan_zero(const ZeroRedundancyOptimizerOptions& options, const Setting& setting,
                const std::string& prefix);
 

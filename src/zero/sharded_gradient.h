@@ -11,8 +11,8 @@
 
 namespace tessera::zero {
 
-/// Gradients of which only the own part of the mean stays: [Note: sharded gradients]. `.grad` of
-/// the shards is that part, until zero_grad(), as that of a plain optimizer stays.
+/// Gradients of which a rank keeps only its own part of the mean: [Note: sharded gradients].
+/// `.grad` of the shards is that part until zero_grad(), as with a plain optimizer.
 class ShardedGradient : public MeanGradient {
  public:
   ShardedGradient(ProcessGroup group, sharding::GradientWire& wire, Shards& shards,
@@ -20,8 +20,8 @@ class ShardedGradient : public MeanGradient {
   ~ShardedGradient() override { reducer_.reset(); }
 
   void hold_sync(int change) override;
-  /// Adds what no_sync() has held back. Without a backward since the last step, also what the
-  /// caller has set.
+  /// Adds the gradients that no_sync() has kept. Without a backward since the last step, also adds
+  /// gradients that the caller has set.
   void average() override;
   void begin_update() override { average(); }
   bool averaged() const override { return true; }

@@ -12,7 +12,7 @@
 namespace tessera {
 namespace {
 
-/// Whether every rank, whatever it owns of the bucket, can update it in one pass. Unlike
+/// True if every rank, whatever it owns of the bucket, can update it in one pass. Unlike
 /// LocalOptimizer::one_pass(), the same on all ranks.
 bool one_pass_everywhere(const zero::ShardBucket& bucket,
                          const std::vector<sharding::NamedTensor>& parameters,
@@ -120,8 +120,8 @@ void ZeroRedundancyOptimizer::Impl::set_gradients(size_t b, bool averaged) {
   local.set_gradients(shards.buckets()[b], segment, [this](size_t i) { return mean->used(i); });
 }
 
-/// For optimizers that evaluate the loss as often as they like, each rank its own number of times:
-/// all ranks take part in every evaluation until the last rank needs no more.
+/// For optimizers that evaluate the loss any number of times, which may differ between ranks: all
+/// ranks join every evaluation until the last rank needs no more.
 at::Tensor ZeroRedundancyOptimizer::Impl::step_with_closure(const LossClosure& closure) {
   check_groups();
   check_storage();

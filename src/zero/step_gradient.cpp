@@ -114,7 +114,7 @@ void StepGradient::reduce_to_segment(size_t b) {
   }
   if (in_buckets_) {
     // A rank's own segment of its bucket is read by this rank alone, run by run, so the mean of
-    // each run can replace what it was summed from.
+    // each run can replace this rank's values of the run.
     const auto& layout = shards_.buckets()[b].layout;
     const int rank = group_.rank();
     segments_[b] = sharding::window(flat(b), layout.segment_begin(rank), layout.counts()[rank]);

@@ -36,7 +36,7 @@ class StepGradient : public MeanGradient {
   void reduce(size_t b, const std::function<void(int64_t offset, const at::Tensor& run)>& consume);
   /// Averages bucket `b` into segment(b).
   void reduce_to_segment(size_t b);
-  /// All buckets are reduced: `.grad` of used parameters is what the buckets hold.
+  /// All buckets are reduced: `.grad` of used parameters becomes the buckets' values.
   void end_update();
   /// After the step: the next backward may reduce.
   void begin_round();

@@ -43,7 +43,7 @@ class CommunicatorMessage : public Message {
 };
 
 /// MPI carries a large message on only while both its ends call MPI, and a rank may wait for
-/// another one of its host meanwhile. So a thread does it while messages are under way. A rank that
+/// another one of its host meanwhile. So a thread calls MPI while messages are moving. A rank that
 /// waits for a message calls MPI itself, which is faster.
 class CommunicatorMailbox : public Mailbox {
  public:

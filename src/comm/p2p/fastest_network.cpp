@@ -24,7 +24,7 @@ constexpr auto kNone = "none";
 constexpr std::chrono::seconds kLongestTrial{3};
 constexpr int64_t kTrialBytes = 4 << 20, kFirstBytes = 1 << 20;
 
-/// What the first rank of each host tells about it.
+/// The data that the first rank of each host sends about its host.
 struct Host {
   int rank = 0;
   std::string usual;  ///< The address on the route to rank 0.

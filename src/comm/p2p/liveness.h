@@ -17,8 +17,8 @@ namespace tessera::comm {
 
 /// While alive, shows the other ranks of a group through its store that this rank's process runs,
 /// and finds ranks whose processes do not. For waits that are longer than the time-out, because
-/// ranks may be busy outside of collectives: messages cannot tell a busy rank from one that is
-/// stopped or cut off.
+/// ranks may be busy outside of collectives: messages cannot distinguish a busy rank from one that
+/// is stopped or cut off.
 ///
 /// All ranks make the same objects one after the other. A rank writes a number that grows, once a
 /// `beat()`, and looks at those of the ranks in watched_by(). An object that lives for less than a
@@ -27,7 +27,7 @@ class Liveness {
  public:
   struct Limits {
     std::chrono::milliseconds silence;  ///< A rank whose number stays the same for so long is lost.
-    std::chrono::milliseconds entry;    ///< And one that makes its object so long after this rank.
+    std::chrono::milliseconds entry;    ///< So is one that makes its object so much later.
   };
   /// Called at most once, on a thread of this object. `lost`: the ranks that are lost; none if the
   /// store itself has not answered for Limits::silence.

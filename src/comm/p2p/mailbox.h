@@ -10,7 +10,7 @@
 
 namespace tessera::comm {
 
-/// Data of a message arrived, and are not those that were sent.
+/// Data of a message arrived and differ from the sent data.
 class DamagedMessage : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

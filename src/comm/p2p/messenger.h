@@ -31,8 +31,8 @@ class Messenger {
   const char* name() const { return mailbox_->name(); }
   void set_timeout(std::chrono::milliseconds timeout) { former_ = timeout_.exchange(timeout); }
   /// If `silence` is shorter than the time-out: until the next call, ranks show each other that
-  /// they run (see Liveness), and one that does not for so long ends the waits. Then, after the
-  /// records were written, calls `on_loss` from another thread. Needs a store.
+  /// they run (see Liveness), and a rank that is silent for `silence` ends the waits. Then, after
+  /// the records were written, calls `on_loss` from another thread. Needs a store.
   void set_silence(std::chrono::milliseconds silence, std::function<void()> on_loss = {});
   /// Begins `operation`, whose name appears in messages; its time-out runs from now.
   void begin(std::string operation);

@@ -15,14 +15,14 @@
 // A pair of ranks connects when one of them posts its first message to the other, so a rank has as
 // many connections as it has partners. Both ranks of a pair post, because a message has two ends.
 // Of a pair the higher rank connects to the lower one, and all messages use this connection. Until
-// it is there, the lower rank has a connection of its own to the higher one, its watch, which
-// carries nothing: it ends when the higher rank does, so the lower rank does not wait for a rank
-// that is gone.
+// that connection exists, the lower rank has one of its own to the higher rank, its watch, which
+// carries nothing. The watch ends when the higher rank ends, so the lower rank does not wait for an
+// ended rank.
 //
 // A connection begins with a greeting: the token of the rank that accepts, which the store has told
 // to the members alone, and the rank that connects. Other connections are closed. Strangers may
 // push out a connection whose greeting has not arrived, so nothing else is sent before the answer
-// to the greeting, and a rank that gets none connects again.
+// to the greeting, and a rank without an answer connects again.
 
 namespace tessera::comm {
 namespace {
@@ -37,7 +37,7 @@ constexpr auto kDialPause = 200ms;
 constexpr auto kWatchGrace = 100ms;
 // In this time a rank that got damaged data writes its record.
 constexpr auto kRecordTime = 200ms;
-// So that strangers who connect without end do not keep the thread from the messages.
+// A limit, so that strangers who connect again and again do not keep the thread from the messages.
 constexpr int kMostAcceptedAtOnce = 64;
 
 }  // namespace

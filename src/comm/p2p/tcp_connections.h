@@ -35,10 +35,10 @@ class TcpConnections {
   /// Parcels must stay until they are complete or forget() was called.
   void post(int peer, Parcel& parcel, bool sending);
   void forget(int peer, Parcel& parcel);
-  /// Why no message of this peer moves, as far as it is known.
+  /// The known reason why no message of this peer moves.
   std::string late(int peer) const;
-  /// True if a message of this peer was damaged on the way. The caller knows it then: the
-  /// connection is closed soon, when he has told the others.
+  /// True if a message of this peer was damaged on the way. The caller gets to know it, and the
+  /// connection is closed soon, after the caller has told the others.
   bool was_damaged(int peer);
 
   /// Blocks until there are events or `timeout` ms have passed (-1: no limit). Any thread.
@@ -48,7 +48,7 @@ class TcpConnections {
   /// Makes wait() return. Any thread.
   void wake() const;
   void on_event(const epoll_event& event);
-  /// Does what is due. Returns the time until the next such thing in ms; -1: there is none.
+  /// Does the work that is due. Returns the ms until further work is due; -1: there is none.
   int do_what_is_due();
 
  private:

@@ -15,7 +15,7 @@
 
 namespace tessera::comm {
 
-/// A message that was posted, and how much of it has moved.
+/// A message that was posted, and the number of its bytes that have moved.
 struct Parcel {
   char* data = nullptr;
   size_t bytes = 0;
@@ -49,7 +49,7 @@ class TcpLink {
   void forget(Parcel& parcel);
 
   /// True if a checksum was wrong. The connection has ended, but its socket stays open, so that the
-  /// peer, which knows nothing, does not take this rank for one that is gone.
+  /// peer, which knows nothing yet, does not think that this rank has ended.
   bool is_damaged() const { return damaged_; }
   void close() { socket_ = Socket(); }
 
@@ -59,8 +59,7 @@ class TcpLink {
   void read();
   void write();
 
-  /// Ends the connection. What was posted and is not complete fails with `reason`, as does what
-  /// will be.
+  /// Ends the connection. Parcels that are not complete, and later ones, fail with `reason`.
   void end(const std::string& reason);
 
  private:

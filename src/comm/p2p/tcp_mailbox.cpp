@@ -95,7 +95,7 @@ class TcpMailbox : public Mailbox {
     }
   }
 
-  std::mutex mutex_;  // guards what follows, and all parcels
+  std::mutex mutex_;  // guards the members below, and all parcels
   TcpConnections connections_;
   std::atomic<bool> ending_ = false;
   std::thread thread_;

@@ -29,7 +29,7 @@ constexpr size_t kTokenBytes = 32;
 constexpr size_t kGreetingBytes = 8 + kTokenBytes + 4 + 4 + kSealBytes;
 
 /// The answer to a greeting that is understood, and its refusal by a rank that has such a
-/// connection already, or had one. Without an answer, the rank that has connected does so again.
+/// connection already, or had one. Without an answer, the rank that has connected connects again.
 constexpr char kLinkWelcome = 0x5a, kLinkRefusal = ~kLinkWelcome;
 
 /// The first bytes of a connection: a mark, the token of the rank that accepts, rank, kind, a
@@ -65,7 +65,8 @@ class TcpStrangers {
 
   /// Closes the oldest connection without a greeting. False if there is none.
   bool close_oldest();
-  /// Closes those whose time has passed. Returns when the next one's does; max() if there is none.
+  /// Closes connections whose time has passed. Returns the time at which the next one's passes;
+  /// max() if there is none.
   TimePoint close_late(TimePoint now);
 
  private:

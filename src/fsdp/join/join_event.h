@@ -11,7 +11,7 @@
 // [Note: ranks without data] In a join, while some ranks have no data, the first rank with data is
 // the join leader: before each action that needs all ranks, it broadcasts a JoinEvent to the ranks
 // without data. They take the same action with gradients of zero. So they follow any path through
-// the model, also one that they have never run, and end with the same record of use and the same
+// the model, even a path that they have never run, and end with the same record of use and the same
 // gathered units as all other ranks. Events describe the causes of decisions, not their results:
 // every rank decides by itself what to release and prefetch, with the same result.
 

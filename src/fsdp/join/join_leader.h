@@ -20,9 +20,9 @@ class JoinLeader {
   /// The number by which the sum of gradients is divided.
   int divisor() const { return iteration_.divisor; }
 
-  /// Whether some rank has no data.
+  /// True if some rank has no data.
   bool some_rank_has_no_data() const { return iteration_.active_ranks < world_size_; }
-  /// Whether this rank has data while some other rank has none, so that broadcast_event() sends.
+  /// True if this rank has data while some other rank has none, so that broadcast_event() sends.
   bool must_broadcast() const { return !follows_ && some_rank_has_no_data(); }
   /// On ranks with data: if some rank has no data, the first rank with data sends `event` to all,
   /// and the call is collective. Otherwise it does nothing.
@@ -36,7 +36,7 @@ class JoinLeader {
     return event_from_bytes(world_.broadcast_bytes("", iteration_.first_active));
   }
 
-  /// Whether this rank receives events and does not send them.
+  /// Sets whether this rank receives events and does not send them.
   void follow(bool follows) { follows_ = follows; }
 
  private:

@@ -12,7 +12,7 @@ void check_options(const FullyShardedDataParallelOptions& options, int rank);
 /// options.device with a number. Throws UsageError for one that this rank cannot use. Local.
 std::optional<at::Device> chosen_device(const FullyShardedDataParallelOptions& options,
                                         const ProcessGroup& group);
-/// What must be equal on all ranks, as a line of a contract.
+/// The options that must be equal on all ranks, as a line of a contract.
 std::string option_text(const FullyShardedDataParallelOptions& options);
 
 }  // namespace tessera::fsdp

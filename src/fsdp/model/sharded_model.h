@@ -11,8 +11,8 @@
 #include "sharding/wrapped_parameters.h"
 #include "tessera/fully_sharded_data_parallel.h"
 
-// The data of a sharded model: which parameters form which unit, how each unit is laid out in flat
-// buffers, and which part this rank owns.
+// The data of a sharded model: the units and their parameters, the layout of each unit in flat
+// buffers, and this rank's part.
 
 namespace tessera::fsdp {
 
@@ -60,7 +60,7 @@ struct ShardedModel {
   /// After comm::Diverged in one group: the ranks diverge in all groups, and then their collectives
   /// are compared as before. Collective.
   void diverge();
-  /// Whether a unit's shards are in common memory: see [Note: shards in common memory].
+  /// True if a unit's shards are in common memory: see [Note: shards in common memory].
   bool shares_memory() const;
   at::Device device() const { return flats.empty() ? at::kCPU : flats[0]->device; }
 };

@@ -13,7 +13,7 @@
 
 namespace tessera::fsdp {
 
-/// How a flat parameter is gathered for computing in one dtype.
+/// The gather of a flat parameter for computing in one dtype.
 struct ComputeView {
   at::ScalarType dtype = at::kFloat;
   std::unique_ptr<sharding::Page> page;
@@ -53,7 +53,7 @@ struct OwnPart {
   std::unique_ptr<sharding::Page> host_page;  ///< Of the shards, if only they are on the host.
 
   at::ScalarType dtype() const { return own_segment.scalar_type(); }  ///< Of the shards.
-  /// Whether the program has given a shard other memory (set_data).
+  /// True if the program has given a shard other memory (set_data).
   bool is_replaced(size_t member) const;
 };
 
@@ -113,7 +113,7 @@ struct Unit {
   /// The sum of the shards' versions.
   uint64_t versions() const;
   bool has_gradients() const;
-  /// Whether the values are not those of the last forward.
+  /// True if the values are not those of the last forward.
   bool is_stale() const;
   bool on_host() const;
   std::string display_name() const { return root ? "(root)" : name; }

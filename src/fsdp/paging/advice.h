@@ -11,7 +11,7 @@
 
 namespace tessera::fsdp {
 
-/// Throws UsageError if `error` says that two dtypes do not go together and `mixed` changes dtypes.
+/// Throws UsageError if `error` says that two dtypes cannot be combined and `mixed` changes dtypes.
 /// `where`: begins the message. Local.
 void advise_on_dtypes(const c10::Error& error, const MixedPrecision& mixed,
                       const std::string& where);

@@ -31,7 +31,7 @@ class UseOrder {
   /// The unit of the use after the last touched one in the record, or with `distance` of a later
   /// one. Nullopt behind the end of the phase.
   std::optional<size_t> next(size_t distance = 0) const;
-  /// Whether the step has followed the record so far, so that next_use() predicts.
+  /// True if the step has followed the record so far, so that next_use() predicts.
   bool follows_record() const { return !lost_; }
   /// Number of uses before the next use of `unit` in the record; kNever if there is none, or if the
   /// step does not follow the record.

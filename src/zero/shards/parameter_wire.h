@@ -10,8 +10,8 @@
 namespace tessera::zero {
 
 /// Parameters that travel encoded between hosts. After its update each owner sends the rounded
-/// change of its segment. All ranks, the owner too, then hold the same values. The owner keeps what
-/// rounding took, so that its next update starts from the exact values.
+/// change of its segment. All ranks, the owner too, then hold the same values. The owner keeps the
+/// rounding error, so that its next update starts from the exact values.
 class ParameterWire {
  public:
   explicit ParameterWire(ProcessGroup group) : group_(std::move(group)) {}

@@ -108,7 +108,7 @@ void Shards::place(const std::vector<size_t>& subset) {
 
 void Shards::place(const std::vector<size_t>& subset, ShardPlan plan) {
   if (subset.empty()) return;
-  // libtorch's 16-bit kernels round otherwise at the ends of tensors, so that a cut would change
+  // libtorch's 16-bit kernels round differently at the ends of tensors, so a cut would change
   // results.
   if (early_ && std::all_of(subset.begin(), subset.end(),
                             [this](size_t i) { return parameters_[i].tensor.element_size() >= 4; }))
@@ -244,8 +244,8 @@ void Shards::wait_for_gathers() const {
   if (arriving_) arriving_->wait_all();
 }
 
-/// Gathers in the background are not in the way of the caller's collectives. A bucket's reduction
-/// within backward follows its gather on the same group in every step.
+/// Gathers in the background do not delay the caller's collectives. A bucket's reduction within
+/// backward follows its gather on the same group in every step.
 ProcessGroup Shards::gather_group(size_t b) const {
   if (!arriving_) return group_;
   return background_ ? *background_ : gradients_.group(b);

@@ -42,8 +42,8 @@ class Shards {
   /// Makes buckets for the trainable parameters that add_group() has added since the last call.
   /// Collective: allocates.
   void place_new();
-  /// Makes buckets for `thawed`. What has a bucket keeps it and its memory, also while it is
-  /// frozen, so that shards and their state stay valid. Collective: allocates.
+  /// Makes buckets for `thawed`. A parameter with a bucket keeps it and its memory, also while it
+  /// is frozen, so that shards and their state stay valid. Collective: allocates.
   void place_thawed(const std::vector<size_t>& thawed);
 
   /// The memory that a host's ranks share; null without share_parameters.
@@ -54,7 +54,7 @@ class Shards {
   size_t group_of(size_t parameter) const { return group_of_[parameter]; }
   /// Number of parameters that the last place_new() has seen.
   size_t placed() const { return in_bucket_.size(); }
-  /// Whether the parameter has a bucket: it has been trainable in some step.
+  /// True if the parameter has a bucket: it has been trainable in some step.
   bool in_bucket(size_t parameter) const { return in_bucket_[parameter]; }
   std::vector<size_t> all_in_buckets() const;
   /// Names of parameters whose requires_grad differs from that of the last note_trainability().
@@ -76,13 +76,13 @@ class Shards {
   void gather_exact();
   /// Null unless parameters travel encoded.
   const ParameterWire* wire() const { return wire_ ? &*wire_ : nullptr; }
-  /// Adds to the state slices of the shards what rounding took from their values, as state
-  /// kWireResidual; and the reverse. Local.
+  /// Adds the rounding errors of the shards' values to their state slices, as state kWireResidual;
+  /// and the reverse. Local.
   void add_residuals(std::vector<StateSlice>& slices) const;
   void take_residuals(const std::vector<StateSlice>& slices);
 
   /// Every rank gets every rank's updated shards. Ranks with different tags disagree. Without
-  /// `paged` not of the buckets that gather_in_background() gathers. Collective.
+  /// `paged`, skips the buckets that gather_in_background() gathers. Collective.
   void gather(const std::string& tag = "", bool paged = true);
   /// Begins that for bucket `b`, whose shards are updated; gather() waits for it. Collective; does
   /// not block.
