@@ -37,8 +37,7 @@ struct LaunchOptions {
   /// The ranks on each host, by node rank. Empty: nproc_per_node on every host. Launchers that meet
   /// (hosts_meet()) tell each other, and run() sets it.
   std::vector<int> ranks_of_nodes;
-  /// The least number of hosts with which the world continues if others are lost, 1 to nnodes.
-  /// Default: nnodes.
+  /// Least number of hosts with which the world continues, 1 to nnodes. Default: nnodes.
   std::optional<int> min_nnodes;
   std::optional<int> node_rank;  ///< This host's number, 0 to nnodes - 1. Required if nnodes > 1.
 

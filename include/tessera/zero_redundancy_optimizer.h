@@ -204,8 +204,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   void load(torch::serialize::InputArchive& archive) override;
   /// The options and the state of this rank's own shards, by parameter name. With Partition::flat a
   /// tensor has the elements of the shard only, in one dimension. Local. With `rank`: those of
-  /// another rank, cut from the result of consolidate_state_dict(); UsageError on a rank without
-  /// it.
+  /// another rank, from the result of consolidate_state_dict(); UsageError without it.
   OptimizerStateDict rank_local_state_dict(std::optional<int> rank = {}) const;
   /// For each rank the ranges of elements that it owns. The same on every rank. Local.
   std::vector<std::vector<ElementRange>> partition() const;

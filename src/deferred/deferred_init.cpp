@@ -66,8 +66,7 @@ bool begin() {
   if (!start_recording())
     return construct_at_once("another library has taken the dispatch key DeferredInit");
   handle_faults();
-  // Only libtorch's own allocator can be replaced by malloc, so the replacement must come before
-  // this allocator.
+  // Must come first: only libtorch's own allocator can be replaced by malloc.
   memory::use_malloc_for_tensors();
   state.emplace();
   auto undo = c10::make_scope_exit([] { state.reset(); });

@@ -93,8 +93,7 @@ class Recording {
 
   bool takes_tensors() const { return !tensors_.empty(); }
 
-  /// Before the operator runs: notes the tensors that it reads, and gives the regions their
-  /// contents.
+  /// Before the operator runs: notes its inputs, and gives the regions their contents.
   void begin(const c10::IValue* arguments) {
     whole_ = overwrites_whole();
     for (size_t i = 0; i < tensors_.size(); ++i) note_argument(i);

@@ -105,8 +105,7 @@ std::vector<std::string> Parameters::contract() const {
 }
 
 Parameters::Storage Parameters::storage_of(const at::Tensor& tensor) {
-  // Uses an operator, because a parameter that is updated in the background gets memory only by
-  // one.
+  // An operator: it gives a parameter that is updated in the background its memory.
   return {tensor.detach().data_ptr(), tensor.numel(), tensor.scalar_type(), tensor.use_count() > 1};
 }
 

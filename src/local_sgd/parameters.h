@@ -30,8 +30,7 @@ class Parameters {
   }
   /// The values of this rank's part, a copy. Local.
   at::Tensor part() const;
-  /// Gives all shards of all replicas their new values; `part` is this rank's part of these.
-  /// Collective.
+  /// Gives all shards of all replicas new values; `part`: this rank's part. Collective.
   void write(const at::Tensor& part);
   /// The elements of part(), in its order. Local.
   std::vector<ElementRange> ranges() const;

@@ -34,8 +34,7 @@ at::Tensor window(const at::Tensor& flat, int64_t offset, const at::Tensor& like
 void place(const at::Tensor& gradient, const at::Tensor& window);
 
 /// As place(), but returns the memory of `gradient` to the system as it is copied, so that the
-/// gradient is in memory once. Its values are unspecified afterwards, so nothing else may read
-/// them.
+/// gradient is in memory once. Nothing may read its values afterwards.
 void move_to(const at::Tensor& gradient, const at::Tensor& window);
 
 /// A one-dimensional window of `numel` elements, in memory order.

@@ -25,8 +25,7 @@ void replace_states(torch::optim::Optimizer& optimizer, const std::string& who,
                     const std::vector<NewState>& states);
 
 /// load_state_slices() that drops each tensor of `slices` when it has copied it, so that a state
-/// that was read from a file is in memory once. It does not touch kWireResidual, which belongs to
-/// the wrapper.
+/// that was read from a file is in memory once. kWireResidual, the wrapper's, stays.
 void take_state_slices(torch::optim::Optimizer& optimizer,
                        const std::vector<ParameterShard>& shards, std::vector<StateSlice>& slices);
 

@@ -15,9 +15,8 @@ namespace tessera {
 /// computing the values again (the idea of torchdistx's deferred_init, here with real execution, so
 /// that `.item()` and branches on values work). Scopes nest. Local.
 ///
-/// Deferred are tensors of 64 KiB and more. docs/memory.md says which operators the log cannot
-/// repeat and when nothing can be deferred. Such tensors are computed at once; `deferred_stats`
-/// counts them.
+/// Deferred are tensors of 64 KiB and more. docs/memory.md lists what the log cannot repeat, and
+/// when nothing is deferred. `deferred_stats` counts what is computed at once instead.
 class DeferredScope {
  public:
   DeferredScope();

@@ -53,8 +53,7 @@ struct GPT2Options {
   /// [n_layer]: true for each block that runs under tessera::checkpoint in training.
   std::vector<bool> recomputed_blocks() const;
 
-  /// Reads the options of the model's arithmetic from a config, without dropouts. See
-  /// option_reader.h.
+  /// Reads the options of the arithmetic, without dropouts, from a config. See option_reader.h.
   void read(OptionReader& options);
   /// Throws UsageError naming the option, its value and the expected values. The module's
   /// constructor calls it.

@@ -184,8 +184,7 @@ class ModelWrapper {
   /// The memory of a single process that trains the same model, derived from all ranks' memory.
   /// Local.
   virtual MemoryUse unsharded(const std::vector<MemoryUse>& ranks) const { return ranks.front(); }
-  /// The memory that a rank should use by the formula of this type, such as 1/N of single_process.
-  /// Local.
+  /// The memory of a rank by the formula of this type, such as 1/N of single_process. Local.
   virtual MemoryUse formula(const MemoryUse& unsharded) const { return unsharded; }
 
  protected:

@@ -20,8 +20,7 @@ namespace tessera {
 std::string weights_digest(const Weights& weights, const std::string& name);
 
 struct ConvertOptions {
-  /// The dtype that floating-point tensors get; none: they keep their own. Other tensors keep
-  /// theirs.
+  /// The new dtype of floating-point tensors; none: no change. Other tensors do not change.
   std::optional<at::ScalarType> dtype = std::nullopt;
   /// As of SaveWeightsOptions; for folders.
   uint64_t max_shard_bytes = std::numeric_limits<uint64_t>::max();

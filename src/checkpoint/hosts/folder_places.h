@@ -12,8 +12,7 @@ namespace tessera::store {
 inline constexpr const char* kPlacePrefix = ".place-";
 
 /// The sets of ranks that see the same folder: one set if they are on one host or a shared file
-/// system. Each set is a place. Its lowest rank is its leader, which locks, renames and removes
-/// there.
+/// system. Each set is a place. Its lowest rank, the leader, locks, renames and removes there.
 struct FolderPlaces {
   std::vector<int> leaders;        ///< by rank: the leader of its place
   std::vector<std::string> hosts;  ///< by rank: the name of its host

@@ -22,8 +22,7 @@ FileKind file_kind(std::string_view begin);
 
 bool is_tar(std::string_view begin);
 
-/// For a foreign file: its kind and a program that reads it, as in "is a file of GGUF; …".
-/// Otherwise "".
+/// For a foreign file: its kind and its reader, as in "is a file of GGUF; …". Otherwise "".
 std::string foreign_kind(std::string_view begin);
 
 }  // namespace tessera

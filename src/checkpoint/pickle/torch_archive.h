@@ -20,8 +20,7 @@ namespace tessera::pickle {
 class TorchArchive {
  public:
   /// Throws UsageError with path and reason if the file is not such an archive, was written by a
-  /// big-endian machine, or is TorchScript with code. Logs the contents that its values do not
-  /// include.
+  /// big-endian machine, or is TorchScript with code. Logs contents that it leaves out.
   explicit TorchArchive(const std::string& path);
   ~TorchArchive();
 

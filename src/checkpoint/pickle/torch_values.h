@@ -43,9 +43,8 @@ Value weights_at(const std::string& where, const Values& values, const std::stri
 /// The tensors of `dict` and of the dicts, lists and tuples in it; names are joined by dots. Other
 /// values are left out. Throws UsageError for foreign values with tensors in them, for foreign
 /// values without any tensors beside them, for repeated names, cycles, values that are nested
-/// deeper than 32, and above limits that no model reaches: 200,000 tensors with 1,000,000
-/// dimensions in all, and names of 16 MiB in all, or of 1 MiB and 8 times the pickle's bytes, if
-/// that is less.
+/// deeper than 32, and above limits that no model reaches: 200,000 tensors, 1,000,000 dimensions,
+/// and names of 16 MiB (or of 1 MiB and 8 times the pickle's bytes, if less) in all.
 std::vector<TorchTensor> tensors_in(const std::string& where, const Values& values,
                                     const Value& dict);
 

@@ -25,8 +25,7 @@ constexpr std::string_view kTorchSuffix = ".bin";
   throw UsageError("weights: " + path + ": " + reason);
 }
 
-/// Parses the text. Refuses a key that one object has twice; the parser would drop one of the
-/// values.
+/// Parses the text. Refuses repeated keys of an object; the parser would drop values.
 json parse_once(const std::string& path, const std::string& text) {
   std::vector<std::set<std::string>> keys;
   const auto look = [&](int /*depth*/, json::parse_event_t event, json& value) {

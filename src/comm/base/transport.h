@@ -107,8 +107,7 @@ class Transport {
   /// stream, and are never queued, unless waits_for_device().
   virtual at::DeviceType device_type() const { return at::kCPU; }
   /// True if a collective on the accelerator's tensors waits on the host for what is issued on the
-  /// current stream, and uses the connections of CPU tensors: such a collective needs a turn, as
-  /// those do.
+  /// current stream, and uses the connections of CPU tensors. It then needs a turn too.
   virtual bool waits_for_device() const { return false; }
   /// Ends the collectives that wait on the accelerator, where its backend can.
   virtual void abort_device() noexcept {}

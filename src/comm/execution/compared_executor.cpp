@@ -8,9 +8,8 @@
 namespace tessera::comm {
 namespace {
 
-/// A collective whose headers are compared in one group and whose data move in another. An error of
-/// the comparison belongs to the comparing group: its next collective throws the error, unless
-/// wait() has thrown it.
+/// A collective whose headers are compared in one group and whose data move in another. The
+/// comparing group's next collective throws the error of a comparison, unless wait() has thrown it.
 class ComparedWork : public Work::State {
  public:
   ComparedWork(std::shared_ptr<Work::State> compared, std::shared_ptr<Work::State> data)

@@ -74,9 +74,8 @@ Trail follow(const Store& store, int rank, const FailureRecord& mine) {
   return {{last->first}, true};
 }
 
-/// The rank that serves the store waits for the records of all others except the ranks that it
-/// blames, because the store ends with it. If it is to blame itself, the others have decided
-/// already.
+/// The rank that serves the store waits for the records of all ranks that it does not blame,
+/// because the store ends with it. If it is to blame itself, the others have decided already.
 void wait_for_records(const Store& store, int rank, int size, const Trail& trail) {
   const auto& blamed = trail.ends;
   if (blamed == std::vector<int>{rank}) return;
@@ -130,8 +129,7 @@ std::optional<Trail> resolve_in(const Store& store, int rank, int size, const Wa
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
     trail = follow(store, rank, mine);
   }
-  // If the store did not answer a rank's question, that rank has had the time to write its record
-  // since.
+  // If the store did not answer a rank's question, the rank has had time to write its record.
   if (grace.count() > 0 && serves && !trail.closed && waits.on_any()) trail.ends = {rank};
   write_failure(store, rank, {mine.order, late && !trail.damage, trail.ends, trail.damage});
   return trail;

@@ -33,8 +33,8 @@ constexpr auto kGrace = 1000ms, kGraceOfOne = 300ms;
 // Up to this many bytes, few messages are faster than few bytes.
 constexpr size_t kSmallBytes = 64 << 10;
 // A rank that is alone on its host sends parts of these sizes, so that sums overlap with messages,
-// and the memory for arriving data is bounded. The first is for all others together, the second for
-// a single other one.
+// and the memory for arriving data is bounded. First for all others together, then for a single
+// other one.
 constexpr int64_t kRoundBytes = 4 << 20, kExchangeBytes = 1 << 20;
 
 World world_of_host(const World& world, const HostMap& map) {

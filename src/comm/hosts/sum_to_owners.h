@@ -15,8 +15,7 @@ namespace tessera::comm {
 /// rounds later.
 class SumToOwners : public ShmTransport::WindowUse {
  public:
-  /// The arguments must outlive this object. If `encoding` encodes, `tree` is
-  /// HostSumTree::by_host().
+  /// The arguments must outlive this object. With encoding `tree` is HostSumTree::by_host().
   SumToOwners(Messenger& messenger, const HostMap& map, const HostSumTree& tree, int rank,
               const Segments& segments, const Transport::Target& target, Encoding encoding);
 

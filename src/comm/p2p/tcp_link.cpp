@@ -17,9 +17,8 @@ constexpr size_t kMostBytesAtOnce = 1 << 20;
 // The socket counts as readable when so much of a message has arrived, or its rest.
 constexpr uint64_t kLowWaterBytes = 128 << 10;
 
-// The number of bytes that are copied, summed and sent at a time, while they are in the cache. A
-// copy, because the owner of the bytes may change them meanwhile: [Note: reduction within
-// backward].
+// Bytes that are copied, summed and sent at a time, while they are in the cache. A copy, because
+// the owner of the bytes may change them meanwhile: [Note: reduction within backward].
 constexpr size_t kMostBytesSummed = 256 << 10;
 
 template <class Frame>

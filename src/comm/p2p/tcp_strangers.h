@@ -65,8 +65,8 @@ class TcpStrangers {
 
   /// Closes the oldest connection without a greeting. False if there is none.
   bool close_oldest();
-  /// Closes connections whose time has passed. Returns the time at which the next one's passes;
-  /// max() if there is none.
+  /// Closes connections after their time. Returns the end of the next one's time; max() if there is
+  /// none.
   TimePoint close_late(TimePoint now);
 
  private:

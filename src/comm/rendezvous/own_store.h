@@ -14,8 +14,7 @@ namespace tessera::comm {
 /// The store that rank 0 serves for a world over hosts, and rank 0's information about it.
 struct OwnStore {
   c10::intrusive_ptr<c10d::Store> store;
-  /// Rank 0 alone: the addresses of the store and the peers that it has refused, to complete an
-  /// error message.
+  /// Rank 0 alone: the store's addresses and refused peers, to complete an error message.
   std::function<std::string()> remark = [] { return std::string(); };
 };
 

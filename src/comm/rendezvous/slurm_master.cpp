@@ -48,8 +48,7 @@ int slurm_port(const GetVariable& get) {
   const auto job = leading_number(get, "SLURM_JOB_ID", "a number");
   if (!job) return 0;
   const auto step = leading_number(get, "SLURM_STEP_ID", "a number").value_or(0);
-  // A port below those that the kernel gives to clients. Successive jobs and steps get different
-  // ones.
+  // A port below those that the kernel gives to clients. Successive jobs and steps differ.
   constexpr uint64_t kLowest = 20000, kPorts = 10000, kBetweenJobs = 10;
   return static_cast<int>(kLowest + (*job % kPorts * kBetweenJobs + step % kPorts) % kPorts);
 }

@@ -106,8 +106,7 @@ void ShmControl::wait_for(int peer) {
     if (now >= next_check) {
       check_peers(peer);
       next_check = now + check_interval;
-      // The limit counts checks and not time, because this rank may have been stopped with its
-      // peer.
+      // Counts checks and not time, because this rank may have been stopped with its peer.
       const bool stopped = stopped_timeout < timeout && is_stopped(members_[peer].process);
       stopped_for = stopped ? stopped_for + check_interval : 0ms;
       if (stopped && stopped_for >= stopped_timeout)

@@ -20,9 +20,8 @@ bool is_loopback(const std::string& address);
 /// route. Sends nothing, but may ask a name server.
 std::string address_towards(const std::string& peer);
 
-/// The numeric address of the first of the given interfaces ("eth0" or "eth0,eth1") that has an
-/// address; an IPv4 address comes before an IPv6 one. Throws UsageError, naming GLOO_SOCKET_IFNAME,
-/// if none has.
+/// The numeric address of the first given interface ("eth0" or "eth0,eth1") that has one, IPv4
+/// before IPv6. Throws UsageError, naming GLOO_SOCKET_IFNAME, if none has.
 std::string address_of_interface(const std::string& names, int rank);
 
 /// The numeric addresses of a host, each once. Throws UsageError, naming MASTER_ADDR and the rank,

@@ -9,8 +9,7 @@
 
 namespace tessera::comm {
 
-// The protocol by which a rank and the store prove to each other that they know the same secret,
-// without sending it:
+// A rank and the store prove to each other that they know the same secret, without sending it:
 //
 //   rank  -> store   hello      mark, rank, attempt, world, whether it has a secret, nonce
 //   store -> rank    challenge  mark, attempt, world, whether it has a secret, nonce

@@ -39,8 +39,7 @@ class Sink {
   bool pending() const { return !closed_ && written_ < queue_.size(); }
   /// True if poll() is to report when the descriptor is writable.
   bool wants_write() const { return pending() && Clock::now() >= retry_at_; }
-  /// True if writers must wait because of the length of the queue, at most a second if nobody
-  /// reads.
+  /// True if the queue is so long that writers must wait, at most a second if nobody reads.
   bool full() const { return slow_.full_since && !slow_.drops; }
   /// True if a write has failed. Further output is dropped.
   bool closed() const { return closed_; }

@@ -27,8 +27,7 @@ class GradientWire {
   void commit() {
     for (auto& [bucket, feedback] : feedback_) feedback.commit();
   }
-  /// Tells whether a step has used the gradients that were reduced since the last call, or dropped
-  /// them. Local.
+  /// True: a step has used the gradients reduced since the last call; false: dropped them. Local.
   void end_step(bool used) {
     for (auto& [bucket, feedback] : feedback_) used ? feedback.accept() : feedback.discard();
   }

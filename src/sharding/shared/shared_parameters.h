@@ -25,8 +25,7 @@ namespace tessera::sharding {
 class SharedParameters : public PageOwner {
  public:
   /// `prefix`: of error messages, "ZeroRedundancyOptimizer: rank 2". `expected`: the call that they
-  /// recommend. `from_rank0`: every host gets rank 0's values; otherwise those of its own first
-  /// rank.
+  /// recommend. `from_rank0`: every host gets rank 0's values, else its first rank's.
   SharedParameters(ProcessGroup group, std::string prefix, std::string expected, bool from_rank0);
   SharedParameters(const SharedParameters&) = delete;
 

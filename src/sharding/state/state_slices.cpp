@@ -124,8 +124,7 @@ class GivenSlices {
   std::unordered_set<const StateSlice*> twice_;
 };
 
-/// True if the slice has an optimizer's state. kWireResidual does not count: it belongs to the
-/// wrapper.
+/// True if the slice has an optimizer's state; kWireResidual belongs to the wrapper.
 bool has_state(const StateSlice& slice) {
   return slice.state.tensors.size() > slice.state.tensors.count(sharding::kWireResidual) ||
          !slice.state.scalars.empty();

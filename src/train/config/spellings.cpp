@@ -143,8 +143,7 @@ void refuse_type(const ConfigNode& node, const std::string& path) {
       fail_at(node, path, type + " is a name of PyTorch or mmengine; expected " + own);
 }
 
-/// The names of components in `node`: keys `type`, and names alone. `key` and `path` are those of
-/// `node`.
+/// The names of components in `node`: keys `type`, and names alone. `key`, `path`: of `node`.
 void refuse_types(const ConfigNode& node, const std::string& key, const std::string& path) {
   constexpr std::string_view kNames[] = {"type", "hooks", "metrics", "wrap_policy", "loss"};
   if (node.kind == Kind::Scalar && std::count(std::begin(kNames), std::end(kNames), key) > 0)

@@ -5,9 +5,9 @@
 namespace tessera::train {
 
 /// Replaces the keys and values of section `parallel` of a config that PyTorch, mmengine and
-/// MegEngine spell differently by Tessera's own. In other sections, throws UsageError, with the
-/// place and Tessera's name, for a key or a type of these systems that is spelt differently here or
-/// has no counterpart. Local.
+/// MegEngine spell differently by Tessera's own. In other sections throws UsageError, with place
+/// and Tessera's name, for their keys and types that are spelt differently or have no counterpart.
+/// Local.
 void use_own_spellings(ConfigNode& root);
 
 }  // namespace tessera::train

@@ -46,8 +46,7 @@ LocalSgdGroups divide(const Config& config, ProcessGroup& all) {
   return named(place, [&] { return local_sgd_groups(all, groups > 0 ? all.size() / groups : 0); });
 }
 
-/// With one group, for example after a run has shrunk to one host, only the outer optimizer
-/// remains.
+/// With one group, as after shrinking to one host, only the outer optimizer remains.
 class SeparateGroups : public TrainingGroups {
  public:
   SeparateGroups(const Config& config, const ProcessGroup& all);

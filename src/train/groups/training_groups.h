@@ -51,9 +51,8 @@ class TrainingGroups {
   /// Gives all groups the parameters of group 0. `wrapper` must live longer. Collective.
   virtual void start(ModelWrapper& wrapper) { (void)wrapper; }
   /// Call it after each step, also after one without an update; `steps` have been done. `flags` are
-  /// sums over inner(). In a step where the groups meet they become sums over all ranks, otherwise
-  /// zeros. Returns whether a group has asked for the end. Collective in a step where the groups
-  /// meet.
+  /// sums over inner(). Where the groups meet they become sums over all ranks, else zeros. Returns
+  /// whether a group has asked for the end. Collective where the groups meet.
   virtual bool end_step(std::vector<double>& flags, int64_t steps) {
     (void)flags, (void)steps;
     return false;

@@ -49,8 +49,8 @@ std::string refusal_file() {
 }
 
 /// Prints an error of a rank that has not joined its world. All ranks of a host mostly have the
-/// same error, and the first rank prints it. Another rank prints its own error if the first rank
-/// prints none.
+/// same error, and the first rank prints it. Another rank prints its error if the first prints
+/// none.
 void say_before_start(const std::string& text) {
   const auto file = refusal_file();
   if (first_of_host()) {

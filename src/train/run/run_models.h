@@ -38,8 +38,7 @@ class RunModels {
   void build(const ProcessGroup& layers, bool init);
   /// Makes wrappers and steps, and loads the weights. `resumed`: the checkpoint; null: none.
   void wrap(const Checkpoint* resumed);
-  /// Loads the rest of a checkpoint's state. `averages`: one for each shard of whole(), or empty.
-  /// Local.
+  /// Loads the rest of a checkpoint. `averages`: one for each shard of whole(), or empty. Local.
   void restore(const std::map<std::string, SavedModel>& saved,
                const std::vector<at::Tensor>& averages);
 

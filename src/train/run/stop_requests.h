@@ -20,8 +20,7 @@ int stop_requested() noexcept;
 /// counted as the first.
 void handle_signals();
 
-/// Decides whether a run ends before its last step, and keeps the reason; the same on all ranks.
-/// Local.
+/// Decides whether a run ends early, and keeps the reason; the same on all ranks. Local.
 class StopRequests {
  public:
   /// For each of kStopSignals, whether this rank got it.

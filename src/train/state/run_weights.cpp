@@ -69,8 +69,7 @@ std::vector<std::string> RunWeights::buffer_names() const {
   return names;
 }
 
-/// Parameter or buffer number `i` on rank `to` of own_group(). Collective in own_group() for
-/// parameters.
+/// Parameter or buffer number `i` on rank `to` of own_group(). Parameters: collective there.
 at::Tensor RunWeights::whole_weight(size_t i, int to) {
   context_.heartbeat.enter(Phase::saving, context_.heartbeat.step());
   const auto& spec = specs_[i];
