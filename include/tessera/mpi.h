@@ -262,8 +262,8 @@ inline void check_communicator(MPI_Comm comm) {
 /// other or at once.
 ///
 /// The program calls MPI_Init and MPI_Finalize; this function calls neither. It calls MPI on the
-/// calling thread alone, so every thread level will do. After its return the group does not use
-/// MPI, unless MPI carries its messages: see Backend.
+/// calling thread alone, so every thread level works. After its return the group does not use MPI,
+/// unless MPI carries its messages: see Backend.
 ///
 /// Collective; blocks until all ranks of `comm` have called it, at most `options.timeout`. Throws
 /// UsageError, on all ranks, if the options differ between ranks; UsageError on this rank if MPI is

@@ -165,10 +165,10 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   void zero_grad(bool set_to_none = true);
 
   /// With wire.gradients, between step(), or zero_grad() instead of it, and the next backward:
-  /// tells how the step ended, for loss scaling. `end.used` follows from step() and zero_grad()
-  /// already. `end.scale` has no effect without shard_gradients, where gradients are unscaled
-  /// before they are rounded. UsageError unless it is finite and > 0. Local; does not block. All
-  /// ranks make the same calls.
+  /// tells how the step ended, for loss scaling. step() and zero_grad() determine `end.used`.
+  /// `end.scale` has no effect without shard_gradients, where gradients are unscaled before they
+  /// are rounded. UsageError unless it is finite and > 0. Local; does not block. All ranks make the
+  /// same calls.
   void end_step(StepEnd end);
 
   /// Scales the mean gradient so that its p-norm is at most `max_norm`; returns the norm before.

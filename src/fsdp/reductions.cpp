@@ -121,8 +121,8 @@ void Reductions::start(Reduction& reduction, size_t turn, const std::string& tag
   auto& flat = reduction.flat;
   const double scale = 1.0 / join_leader_.divisor();
   const bool replicated = model_.replicas.size() > 1, narrow = comm::is_narrow(flat.reduce);
-  // Otherwise collectives apply the factor: with replicas the sum over these, for 16 bits every sum
-  // its part, because a sum that is not a mean may be out of range.
+  // Otherwise collectives apply the factor: with replicas the sum over these does. For 16 bits each
+  // sum applies its part, because a sum that is not a mean may be out of range.
   reduction.scale = replicated || narrow ? 1 : scale;
   const int shards = model_.shard_group.size();
   const bool directly = !replicated && flat.reduce == flat.dtype() && !flat.on_host() &&

@@ -45,7 +45,7 @@ class Residency : public sharding::PageOwner {
   void begin_forward(bool full_precision);
   /// `step_over`: whether no backward can follow.
   void end_forward(bool step_over);
-  /// For a forward that threw. Does not wait for other ranks.
+  /// Called after a forward that threw. Does not wait for other ranks.
   void abandon_forward(bool step_over);
   /// The current backward has ended or was abandoned: none of its operators will follow.
   void leave_backward() { backward_ = false; }

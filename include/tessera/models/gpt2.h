@@ -42,9 +42,9 @@ struct GPT2Options {
   /// On: each block is run under tessera::checkpoint in training. Less memory, about a third more
   /// time, the same values. Not part of config.json.
   bool activation_checkpointing = false;
-  /// The blocks for it: their names ("transformer.h.0" and so on) match one of these patterns, in
-  /// which `*` matches any characters but dots. Empty: all of them. validate() refuses a pattern
-  /// that matches no block. Not part of config.json.
+  /// The blocks that this concerns: their names ("transformer.h.0" and so on) match one of these
+  /// patterns, in which `*` matches any characters but dots. Empty: all of them. validate() refuses
+  /// a pattern that matches no block. Not part of config.json.
   std::vector<std::string> activation_checkpointing_blocks = {};
   /// Only every n-th of these blocks, from the first on. At least 1: all of them. Not part of
   /// config.json.

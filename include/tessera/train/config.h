@@ -92,7 +92,7 @@ struct EvalConfig {
   int64_t batch = 8;    ///< samples of a rank in one forward
 };
 
-/// Which evaluations are better.
+/// The order of evaluations.
 struct Ranking {
   std::string metric = "loss";  ///< a figure of the evaluation: loss, or one of Config::metrics
   bool larger = false;          ///< larger values are better

@@ -25,7 +25,7 @@ constexpr auto kMpi = "MPI";
 /// because it does not tell which rank is lost. Pure.
 size_t fastest_of(const std::vector<Network>& networks);
 
-/// The way of messages between hosts.
+/// The carrier of messages between hosts.
 struct Route {
   std::string address;  ///< Of this host.
   bool over_mpi = false;

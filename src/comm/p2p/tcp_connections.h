@@ -37,8 +37,8 @@ class TcpConnections {
   void forget(int peer, Parcel& parcel);
   /// The known reason why no message of this peer moves.
   std::string late(int peer) const;
-  /// True if a message of this peer was damaged on the way. The caller gets to know it, and the
-  /// connection is closed soon, after the caller has told the others.
+  /// True if a message of this peer was damaged on the way. The caller learns of it; the connection
+  /// is closed soon, after the caller has told the others.
   bool was_damaged(int peer);
 
   /// Blocks until there are events or `timeout` ms have passed (-1: no limit). Any thread.

@@ -84,8 +84,8 @@ class Shards {
   /// Every rank gets every rank's updated shards. Ranks with different tags disagree. Without
   /// `paged`, skips the buckets that gather_in_background() gathers. Collective.
   void gather(const std::string& tag = "", bool paged = true);
-  /// Begins that for bucket `b`, whose shards are updated; gather() waits for it. Collective; does
-  /// not block.
+  /// Begins the gather of bucket `b`, whose shards are updated; gather() waits for it. Collective;
+  /// does not block.
   void begin_gather(size_t b, const std::string& tag);
   /// As gather(), but does not block: the first use of a parameter does. In the order in which
   /// forward uses the parameters. Needs Ways::in_background.
