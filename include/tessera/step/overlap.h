@@ -3,7 +3,7 @@
 #pragma GCC visibility push(default)
 namespace tessera {
 
-/// The parts of communication that run beside computation. Results are bit-identical, except with
+/// The times at which communication runs beside computation. Results are bit-identical, except with
 /// LocalSgd and where option wire rounds gradients, because its blocks depend on the buckets.
 enum class Overlap {
   none,      ///< Never: each collective runs where its result is needed first. For comparison.

@@ -18,8 +18,8 @@ struct World;
 struct DeviceBackend {
   at::DeviceType type;
   std::string name;  ///< For backend_name() and messages.
-  /// Connects this rank with the other members of `world`. No other user of its store has these
-  /// keys. Collective.
+  /// Connects this rank with the other members of `world`. The keys of its store are for this
+  /// backend alone. Collective.
   std::function<c10::intrusive_ptr<compat::C10dBackend>(const World& world)> connect;
   /// Ends the collectives that the device waits in, from any thread. Their data is undefined then.
   /// Not null; does not throw.

@@ -125,7 +125,7 @@ class Transport {
 std::vector<std::string> gather_texts(Transport& transport, int rank, const std::string& mine,
                                       const Counts& sizes);
 
-/// A transport over another one. Collectives are overridden; all else goes to the other one.
+/// Wraps another transport. Derived classes override collectives; all other calls are passed on.
 class TransportOver : public Transport {
  public:
   explicit TransportOver(std::unique_ptr<Transport> inner) : inner_(std::move(inner)) {}

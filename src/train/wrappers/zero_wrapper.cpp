@@ -55,7 +55,7 @@ class ZeroWrapper : public ModelWrapper {
 
   double update(const GradientRules& rules) override {
     // The pass of the update computes the 2-norm, but only when it ends. With shard_gradients the
-    // mean exists before, and the search for the origin needs the parameters.
+    // mean exists before the update; a search for the origin needs the parameters.
     const bool gives_up = rules.nonfinite == NonfiniteNorm::give_up && !shards_gradients();
     const bool norm_first = rules.clip_norm || rules.clip_value || rules.norm_type != 2 ||
                             !(gives_up || rules.nonfinite == NonfiniteNorm::update);
