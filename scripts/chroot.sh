@@ -30,7 +30,7 @@ leave_chroot() {
 }
 
 make_chroot() {
-  local suite=$1 mirror
+  local suite=$1 mirror host
   [ "$(id -u)" -eq 0 ] || skip "a chroot needs root"
   [ -n "${CHROOT:-}" ] || command -v debootstrap >/dev/null ||
     skip "no debootstrap (apt-get install debootstrap)"
@@ -46,9 +46,11 @@ make_chroot() {
     printf '%s\n' force-unsafe-io 'path-exclude=/usr/share/doc/*' 'path-exclude=/usr/share/man/*' \
       >"$root/etc/dpkg/dpkg.cfg.d/tessera"
   fi
-  # Tests change how mounts below / propagate, so / is one, and look up the name of the host.
+  # Tests change how mounts below / propagate, so / is one, and look up names of the host.
   mount --bind "$root" "$root" 2>/dev/null || skip "mounting is not allowed here"
-  grep -qs "$(hostname)" "$root/etc/hosts" || echo "127.0.1.1 $(hostname)" >>"$root/etc/hosts"
+  for host in "127.0.0.1 localhost" "127.0.1.1 $(hostname)"; do
+    grep -qsx "$host" "$root/etc/hosts" || echo "$host" >>"$root/etc/hosts"
+  done
   mkdir -p "$root/dev/shm" "$root/dev/pts"
   mount -t proc proc "$root/proc"
   mount -t sysfs sysfs "$root/sys"
