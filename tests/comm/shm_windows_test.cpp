@@ -52,6 +52,17 @@ bool system_makes_huge_pages() {
   return made;
 }
 
+TEST(ShmWindows, ANewSegmentIsZeroAndPresent) {
+  for (const int64_t bytes : {1 * kMiB, 4 * kMiB, 11 * kMiB + 5}) {
+    for (int time = 0; time < 2; ++time) {  // the second one has pages of the first one
+      const auto segment = ShmSegment::create(bytes, 1);
+      EXPECT_GE(mapped_around(segment->data()), bytes);
+      EXPECT_EQ(std::count(segment->data(), segment->data() + bytes, std::byte{0}), bytes);
+      std::fill_n(segment->data(), bytes, std::byte{1});
+    }
+  }
+}
+
 TEST(ShmWindows, ForgottenPagesOfAPeerAreUnmappedAndMappedAgainOnAccess) {
   if (!system_makes_huge_pages())
     GTEST_SKIP() << "this system makes no huge pages of shared memory";

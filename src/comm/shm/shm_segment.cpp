@@ -46,15 +46,23 @@ constexpr uint64_t min_collapsed = 4 << 20;
 // If memory is fragmented, the system must first move pages, and the peers wait meanwhile.
 constexpr auto max_collapse_time = std::chrono::seconds(1);
 
-/// Puts [base, base + bytes) of a file that is mapped from its start into huge pages, as far as the
-/// system has them. Returns the number of leading bytes that are in huge pages.
-uint64_t collapse(std::byte* base, uint64_t bytes) {
+/// Makes the pages of [from, from + bytes) of a file present. False: errno has the reason.
+bool allocate(int fd, uint64_t from, uint64_t bytes) {
+  while (fallocate(fd, 0, static_cast<off_t>(from), static_cast<off_t>(bytes)) != 0)
+    if (errno != EINTR) return false;
+  return true;
+}
+
+/// Puts [base, base + bytes) of a new file that is mapped from its start into huge pages, as far as
+/// the system has them. Returns the number of leading bytes that are in huge pages. Each is made
+/// from one small page: small pages for all of it would take ten times the time, for the copy.
+uint64_t collapse(int fd, std::byte* base, uint64_t bytes) {
   if (bytes < min_collapsed || sysconf(_SC_PAGESIZE) != 4096)
     return 0;  // huge_bytes is right for pages of 4 KiB only
   const auto begin = std::chrono::steady_clock::now();
   uint64_t done = 0;
   while (done + huge_bytes <= bytes &&
-         std::chrono::steady_clock::now() - begin < max_collapse_time &&
+         std::chrono::steady_clock::now() - begin < max_collapse_time && allocate(fd, done, 1) &&
          madvise(base + done, huge_bytes, MADV_COLLAPSE) == 0)
     done += huge_bytes;
   return done;
@@ -111,11 +119,8 @@ std::shared_ptr<ShmSegment> ShmSegment::create(size_t bytes, int copies) {
   check_memory(total, copies);
   File file{memfd_create("tessera", MFD_CLOEXEC | MFD_ALLOW_SEALING)};
   if (file.fd < 0) fail_errno("memfd_create");
-  int failed = 0;
-  do {
-    failed = fallocate(file.fd, 0, 0, static_cast<off_t>(total));
-  } while (failed != 0 && errno == EINTR);
-  if (failed != 0) fail_errno("cannot reserve " + mebibytes(total) + " of shared memory");
+  if (ftruncate(file.fd, static_cast<off_t>(total)) != 0)
+    fail_errno("cannot reserve " + mebibytes(total) + " of shared memory");
   // A peer that accessed pages beyond the end of a shrunk file would get SIGBUS.
   if (fcntl(file.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
     fail_errno("cannot seal shared memory");
@@ -124,8 +129,11 @@ std::shared_ptr<ShmSegment> ShmSegment::create(size_t bytes, int copies) {
   const ProcessIdentity self = this_process();
   segment->card_ = {self.pid, -1, self.start_time, random_nonce(), bytes};
   segment->own_ = true;
-  segment->map(file.fd, true);
-  segment->card_.huge = collapse(segment->base_, total);
+  segment->map(file.fd);
+  segment->card_.huge = collapse(file.fd, segment->base_, total);
+  if (!allocate(file.fd, 0, total))
+    fail_errno("cannot reserve " + mebibytes(total) + " of shared memory");
+  segment->map_at(segment->base_, file.fd, MAP_POPULATE);
   segment->card_.fd = file.release();
   std::memcpy(segment->base_, &segment->card_.nonce, sizeof segment->card_.nonce);
   std::lock_guard lock(registry().mutex);
@@ -154,11 +162,11 @@ std::shared_ptr<ShmSegment> ShmSegment::open(const SegmentCard& card) {
   std::shared_ptr<ShmSegment> segment(new ShmSegment);
   segment->card_ = card;
   segment->card_.fd = -1;
-  segment->map(file.fd, false);  // only the used pages of a peer's memory are to count here
+  segment->map(file.fd);  // only the used pages of a peer's memory are to count here
   return segment;
 }
 
-void ShmSegment::map(int fd, bool now) {
+void ShmSegment::map(int fd) {
   const size_t total = header_bytes + card_.bytes;
   // Huge pages can only be mapped at addresses that are multiples of their size.
   const size_t slack = total < huge_bytes ? 0 : huge_bytes;
@@ -169,10 +177,15 @@ void ShmSegment::map(int fd, bool now) {
   reserved_bytes_ = total + slack;
   auto* start = static_cast<std::byte*>(reserved);
   if (slack > 0) start += -reinterpret_cast<uintptr_t>(reserved) & (huge_bytes - 1);
-  void* base = mmap(start, total, PROT_READ | PROT_WRITE,
-                    MAP_SHARED | MAP_FIXED | (now ? MAP_POPULATE : 0), fd, 0);
-  if (base == MAP_FAILED) fail_errno("cannot map " + mebibytes(total) + " of shared memory");
-  base_ = static_cast<std::byte*>(base);
+  map_at(start, fd, 0);
+}
+
+void ShmSegment::map_at(std::byte* base, int fd, int flags) {
+  const size_t total = header_bytes + card_.bytes;
+  if (mmap(base, total, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | flags, fd, 0) ==
+      MAP_FAILED)
+    fail_errno("cannot map " + mebibytes(total) + " of shared memory");
+  base_ = base;
 }
 
 void ShmSegment::forget(const std::byte* from, size_t bytes) const {

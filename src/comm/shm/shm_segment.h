@@ -55,7 +55,8 @@ class ShmSegment {
 
  private:
   ShmSegment() = default;
-  void map(int fd, bool now);
+  void map(int fd);
+  void map_at(std::byte* base, int fd, int flags);
 
   SegmentCard card_;
   bool own_ = false;          // made by this process
