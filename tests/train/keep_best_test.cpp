@@ -128,6 +128,12 @@ TEST_F(KeepBestTest, TheBestAreKnownAfterAResumeWithOtherRanks) {
   EXPECT_THAT(steps_kept("run"), ElementsAre(14));
 }
 
+TEST_F(KeepBestTest, ASlashAtTheEndOfTheFolderLosesNothing) {
+  train_ranks(1, {"checkpoint.folder=run/", "checkpoint.keep_last=1", kBestTwo, "train.steps=7"});
+  train_ranks(1, {"checkpoint.folder=run/", "checkpoint.keep_last=1", kBestTwo});
+  EXPECT_THAT(steps_kept("run"), ElementsAre(4, 5, 12));
+}
+
 TEST_F(KeepBestTest, TheBestCheckpointIsOneToGoOnFrom) {
   train_ranks(2, kFolder);
   train_ranks(2, {"checkpoint.from=run/step-00000005", "train.steps=6"});

@@ -95,8 +95,7 @@ RunCheckpoints::RunCheckpoints(RunContext& context) : context_(context) {
     if (!own) throw AgreedError(context_.config.at("checkpoint.from") + problem);
     path = set_aside_damaged(path, problem);
   }
-  if (std::filesystem::path(path).parent_path() == std::filesystem::path(config.folder))
-    saved_at_ = resumed_->step();
+  if (own) saved_at_ = resumed_->step();
 }
 
 /// Opens the folder for writing. Returns the checkpoint in it to resume from, or "".
