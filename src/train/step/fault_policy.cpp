@@ -20,8 +20,10 @@ double FaultPolicy::median() const {
 
 Fault FaultPolicy::fault_of(double loss) const {
   if (!std::isfinite(loss)) return Fault::loss;
-  const bool spike = rules_.spike && recent_.size() >= kFewestLosses;
-  return spike && loss > *rules_.spike * median() ? Fault::spike : Fault::none;
+  if (!rules_.spike || recent_.size() < kFewestLosses) return Fault::none;
+  // As far above the median as that multiple of a positive one: losses may be negative.
+  const double middle = median();
+  return loss > middle + (*rules_.spike - 1) * std::fabs(middle) ? Fault::spike : Fault::none;
 }
 
 bool FaultPolicy::may_update(double loss) const {

@@ -75,6 +75,16 @@ TEST(FaultPolicy, ASpikeIsRolledBackUnderEveryRuleAndIsNotInTheMedian) {
   EXPECT_EQ(policy.losses(), 20u);
 }
 
+TEST(FaultPolicy, NegativeLossesAreNoSpikes) {
+  FaultRules rules;
+  rules.spike = 3;
+  FaultPolicy policy(rules);
+  for (int step = 0; step < 20; ++step) policy.decide(-2, 1);
+  EXPECT_TRUE(policy.may_update(-2));
+  EXPECT_TRUE(policy.may_update(2)) << "twice the median's size above it, as 6 is above 2";
+  EXPECT_FALSE(policy.may_update(2.1));
+}
+
 TEST(FaultPolicy, TheMedianIsOfTheLastHundredGoodSteps) {
   FaultPolicy policy;
   for (int step = 0; step < 100; ++step) policy.decide(1000, 1);
