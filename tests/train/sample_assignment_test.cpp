@@ -43,6 +43,15 @@ TEST(SampleAssignment, TheLastIterationMayHaveRanksWithoutData) {
   EXPECT_EQ(assignment.samples(0, 3).count, 0);
 }
 
+TEST(SampleAssignment, TheLastIterationUsesWhatIsLeft) {
+  SampleAssignment assignment(3, 10, 4);  // 30 samples, 12 per iteration
+  EXPECT_EQ(assignment.used_before(2), 24);
+  EXPECT_EQ(assignment.used_before(3), 30);
+  assignment.start_iteration = 5;  // of a longer run
+  assignment.start_sample = 50;
+  EXPECT_EQ(assignment.used_before(5), 50);
+}
+
 TEST(SampleAssignment, AResumedRunAssignsTheRemainingSamples) {
   SampleAssignment assignment(12, 9, 2);  // 108 samples, 10 per iteration
   assignment.start_iteration = 7;

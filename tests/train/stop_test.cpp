@@ -79,20 +79,25 @@ TEST_F(StopTest, ADueEvaluationIsRunAfterResuming) {
     more.insert(more.end(), options.begin(), options.end());
     return train_ranks(2, more);
   };
-  const auto whole = with({"checkpoint.folder=whole", "hooks=[{type: AsksAt}]"});
+  const auto whole =
+      with({"checkpoint.folder=whole", "hooks=[{type: AsksAt}, {type: CSV, path: w.csv}]"});
   const auto expected = log_without_times();
   for (const int64_t step : {2, 5}) {  // asked after step 5, the run ends within the last one
     fs::remove_all("parts");
     fs::remove("out/log.jsonl");
-    const std::string hooks = "hooks=[{type: AsksAt, step: " + std::to_string(step) + "}]";
+    const std::string csv = ", {type: CSV, path: t.csv}]";
+    const std::string hooks = "hooks=[{type: AsksAt, step: " + std::to_string(step) + "}" + csv;
     const auto first = with({"checkpoint.folder=parts", hooks});
     ASSERT_EQ(first.interrupted_by, SIGTERM);
     const auto state = state_of(first.checkpoint);
     EXPECT_TRUE(state.contains("evaluation_due")) << "the checkpoint came first";
     ASSERT_EQ(log().size(), first.losses.size());
     EXPECT_FALSE(log().back().contains("eval_loss"));
-    const auto rest = with({"checkpoint.folder=parts", "hooks=[{type: AsksAt}]"});
+    const auto rest = with({"checkpoint.folder=parts", "hooks=[{type: AsksAt}" + csv});
     EXPECT_EQ(log_without_times(), expected);
+    const std::string table = bytes_of("t.csv"), header = table.substr(0, table.find('\n'));
+    EXPECT_NE(header.find("eval_loss"), header.npos);
+    EXPECT_EQ(std::count(table.begin(), table.end(), '\n'), 7) << "a row for each step: " << table;
     EXPECT_EQ(rest.best_eval_loss, whole.best_eval_loss);
     EXPECT_EQ(rest.eval_loss, whole.eval_loss);
     EXPECT_EQ(bytes_of("parts/step-00000006/state.json"),
@@ -117,7 +122,10 @@ TEST_F(StopTest, StepsKeepTheirNumbersWithAnotherWorldSize) {
   for (size_t i = 0; i < lines.size(); ++i) EXPECT_EQ(lines[i]["step"], i) << "every step once";
   const auto state = state_of(rest.checkpoint);
   EXPECT_EQ(state["step"], 12) << "63 of 108 samples are assigned: five iterations of 10 remain";
-  EXPECT_EQ(state["samples"], 113);
+  EXPECT_EQ(state["samples"], 108) << "the last iteration had 5 rather than 10";
+  const auto epoch = [&](size_t step) { return lines.at(step)["epoch"].get<double>(); };
+  EXPECT_NEAR(epoch(10) / epoch(6), 103.0 / 63, 1e-9) << "an epoch is a number of samples";
+  EXPECT_NEAR(epoch(11) / epoch(6), 108.0 / 63, 1e-9);
 }
 
 TEST_F(StopTest, AnotherGlobalBatchIsRefusedAndItsAdviceWorks) {

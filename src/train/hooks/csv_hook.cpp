@@ -76,7 +76,7 @@ class CsvHook : public RunHook {
     if (!header.empty() && (columns_.empty() || columns_.front() != "step"))
       throw UsageError(path_ + ": its first column is not step; expected a file of this hook");
     if (step == 0) columns_.clear();
-    last_step_ = -1;
+    last_step_ = step - 1;
     if (!columns_.empty()) rewrite(step);
     else if (std::filesystem::exists(path_)) write_file(path_, "");
     else check_writable(path_);

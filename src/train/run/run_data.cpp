@@ -63,11 +63,13 @@ int64_t RunData::steps() const {
 }
 
 Progress RunData::progress(int64_t iteration) const {
-  const double per_epoch =
-      static_cast<double>(config_.train.global_batch) / static_cast<double>(sampler_->size());
+  // An iteration has more samples than global_batch if the world size does not divide it.
+  const auto epochs_before = [this](int64_t end) {
+    return static_cast<double>(assignment_->used_before(end)) /
+           static_cast<double>(sampler_->size());
+  };
   const int64_t all = iterations();
-  return {iteration, all, static_cast<double>(iteration) * per_epoch,
-          static_cast<double>(all) * per_epoch};
+  return {iteration, all, epochs_before(iteration), epochs_before(all)};
 }
 
 double RunData::weight_of(int64_t samples, int active_ranks, int64_t iteration) const {
@@ -76,7 +78,7 @@ double RunData::weight_of(int64_t samples, int active_ranks, int64_t iteration) 
 }
 
 SamplerState RunData::state(int64_t iteration) const {
-  return {assignment_->assigned_before(iteration), sampler_->size(), config_.data.order,
+  return {assignment_->used_before(iteration), sampler_->size(), config_.data.order,
           config_.data.seed};
 }
 

@@ -31,6 +31,10 @@ struct SampleAssignment {
   int64_t assigned_before(int64_t iteration) const {
     return start_sample + (iteration - start_iteration) * per_iteration();
   }
+  /// Samples of all ranks before `iteration`: without those that its last one lacks in a join.
+  int64_t used_before(int64_t iteration) const {
+    return std::min(assigned_before(iteration), std::max(total, start_sample));
+  }
   /// Iterations up to the last one in which every rank has per_rank samples.
   int64_t full_iterations() const { return start_iteration + remaining() / per_iteration(); }
   /// Iterations up to the last one in which any rank has samples.
