@@ -44,6 +44,8 @@ void ModelsStep::begin(const Progress& progress, double weight) {
     model.weight_ = weight;
     model.norm_ = std::nan("");
     model.updated_ = model.skipped_ = false;
+    // Left by a train step that has thrown.
+    if (model.pending_ || !model.wrapper_.gradients().empty()) model.zero_grad();
   }
 }
 

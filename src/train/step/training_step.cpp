@@ -93,6 +93,10 @@ void StepResult::average(ProcessGroup group, const StepInput& input, bool figure
 
 StepResult TrainingStep::run(const Progress& progress, const StepInput& input,
                              const FaultPolicy& policy, bool figures_of_all) {
+  if (std::exchange(unfinished_, true)) {
+    model_.drop_gradients();
+    model_.end_step({.used = false});
+  }
   StepResult result;
   result.record.lr = set_learning_rates(progress);
   const int64_t count = input.left_out ? 0 : options_.accumulative_counts;
@@ -121,6 +125,7 @@ StepResult TrainingStep::run(const Progress& progress, const StepInput& input,
   result.updates = {result.updated};
   result.record.grad_norm = result.updated ? std::fabs(result.norm) : std::nan("");
   result.record.loss_scale = scaler_.scale();
+  unfinished_ = false;
   return result;
 }
 

@@ -94,6 +94,7 @@ class TrainingStep : public RunStep {
   LrSchedule schedule_;
   std::vector<double> base_lrs_;  // of the parameter groups
   GradScaler scaler_;
+  bool unfinished_ = false;  // a step that has thrown may have left gradients
 };
 
 }  // namespace tessera::train

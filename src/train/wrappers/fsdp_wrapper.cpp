@@ -70,12 +70,11 @@ class FsdpWrapper : public ModelWrapper {
       if (rules.clip_value) fsdp_.clip_grad_value_(*rules.clip_value);
       optimizer_->step();
     }
-    drop_gradients();
+    for (auto& shard : trained_) shard.mutable_grad() = at::Tensor();
     return norm;
   }
-  void drop_gradients() override {
-    for (auto& shard : trained_) shard.mutable_grad() = at::Tensor();
-  }
+  /// Also those of no_sync().
+  void drop_gradients() override { fsdp_.zero_grad(); }
   void end_step(StepEnd end) override { fsdp_.end_step(end); }
   void wait() override { fsdp_.wait(); }
 
