@@ -291,6 +291,81 @@ TEST_F(Sessions, AWrongBatchIsAnErrorOnAllRanks) {
   });
 }
 
+TEST_F(Sessions, AnErrorInAnEvaluationLeavesTheWeights) {
+  testing::run_ranks(2, [&](const ProcessGroup& group, int) {
+    TrainingSession session(
+        config_with({"parallel.type=ZeroRedundancyOptimizer", "train.ema.decay=0.9"}), group);
+    const auto [inputs, targets] = samples(0, 4);
+    for (int step = 0; step < 3; ++step) session.step(inputs, targets);
+    const at::Tensor before = session.model().parameters()[0].detach().clone();
+    const at::Tensor wide = at::ones({4, 7});
+    EXPECT_THROW(session.predict(wide), std::exception);
+    EXPECT_THROW(session.evaluate(wide, targets), std::exception);
+    EXPECT_TRUE(at::equal(session.model().parameters()[0], before)) << "the averages stayed";
+    EXPECT_TRUE(session.step(inputs, targets).updated);
+  });
+}
+
+TEST_F(Sessions, AStepThatThrowsLeavesNoGradients) {
+  const auto weight_after = [&](int world, const std::string& wrapper, bool throws) {
+    at::Tensor weight;
+    testing::run_ranks(world, [&](const ProcessGroup& group, int rank) {
+      TrainingSession session(
+          config_with({wrapper, "loss.type=cross_entropy", "train.accumulation=2"}), group);
+      const at::Tensor inputs = samples(0, 8).inputs;
+      const at::Tensor targets = at::arange(8, at::kLong).remainder(2);
+      at::Tensor wrong = targets.clone();
+      wrong[7] = 9;  // no class, in the second micro-batch
+      if (throws) EXPECT_THROW(session.step(inputs, wrong), std::exception);
+      session.step(inputs * 0.5, targets);
+      const at::Tensor whole = session.wrapper().whole_parameter("one.weight", 0);
+      if (rank == 0) weight = whole.clone();
+    });
+    return weight;
+  };
+  for (const int world : {1, 2})
+    for (const auto& wrapper : wrappers())
+      EXPECT_TRUE(
+          at::equal(weight_after(world, wrapper, false), weight_after(world, wrapper, true)))
+          << wrapper << ", world " << world;
+}
+
+TEST_F(Sessions, WeightsThatWereSetAfterTheCheckpointOfAStepAreSaved) {
+  const at::Tensor mine = at::full({7, 3}, 0.25);
+  for (const bool finishes : {false, true}) {
+    std::filesystem::remove_all("steps");
+    const auto config = config_with(
+        {"parallel.type=ZeroRedundancyOptimizer", "checkpoint={folder: steps, every: 1}"});
+    ::testing::internal::CaptureStdout();
+    testing::run_ranks(2, [&](const ProcessGroup& group, int) {
+      TrainingSession session(config, group);
+      const auto [inputs, targets] = samples(0, 4);
+      session.step(inputs, targets);
+      session.set_weight("one.weight", mine);
+      if (finishes) session.finish();
+      else EXPECT_NE(session.save(), "");
+    });
+    testing::run_ranks(2, [&](const ProcessGroup& group, int) {
+      TrainingSession session(config, group);
+      EXPECT_EQ(session.steps(), 1);
+      EXPECT_TRUE(at::equal(session.wrapper().whole_parameter("one.weight", group.rank()), mine));
+      EXPECT_TRUE(std::filesystem::exists(session.save())) << "also where the step has one";
+    });
+    ::testing::internal::GetCapturedStdout();
+  }
+}
+
+TEST_F(Sessions, APartInEvaluationModeStaysInIt) {
+  TrainingSession session(config_with({}), ProcessGroup());
+  session.model().children()[0]->eval();
+  const auto [inputs, targets] = samples(0, 4);
+  session.predict(inputs);
+  session.evaluate(inputs, targets);
+  EXPECT_FALSE(session.model().children()[0]->is_training());
+  EXPECT_TRUE(session.model().children()[1]->is_training());
+  EXPECT_TRUE(session.model().is_training());
+}
+
 TEST_F(Sessions, RefuseWhatNeedsDatasets) {
   const auto refused = [&](const std::vector<std::string>& overrides, const std::string& words) {
     expect_thrown([&] { TrainingSession(config_with(overrides), ProcessGroup()); }, words);

@@ -71,8 +71,8 @@ class TrainingSession {
   /// mode, with the averaged weights. "loss" is the total.
   std::map<std::string, double> evaluate(const at::Tensor& inputs, const at::Tensor& targets = {});
 
-  /// Writes a checkpoint. Returns its path. UsageError without checkpoint.folder.
-  /// With `checkpoint.every`, step() also writes them.
+  /// Writes a checkpoint, also if the last step has written one. Returns its path. UsageError
+  /// without checkpoint.folder. With `checkpoint.every`, step() also writes them.
   std::string save();
   /// The end: the last checkpoint, train.save, the lines of the report. Afterwards only model(),
   /// predict() and evaluate() may be called.

@@ -1,12 +1,14 @@
 #include "tessera/train/training_session.h"
 
 #include <cmath>
+#include <optional>
 #include <sstream>
 
 #include <fmt/format.h>
 
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
+#include "train/run/evaluate.h"
 #include "train/run/given_data.h"
 #include "train/run/run.h"
 
@@ -89,20 +91,6 @@ void add_metric(const Metric& metric, const Evaluated& evaluated,
   for (size_t i = 0; i < metric.figures.size(); ++i) figures[metric.figures[i]] = values.at(i);
 }
 
-/// Sets the evaluation mode while alive.
-struct Evaluating {
-  explicit Evaluating(torch::nn::Module& evaluated)
-      : module(evaluated), was(evaluated.is_training()) {
-    module.eval();
-  }
-  ~Evaluating() { module.train(was); }
-  Evaluating(const Evaluating&) = delete;
-
-  const torch::NoGradGuard no_grad = {};
-  torch::nn::Module& module;
-  const bool was;
-};
-
 }  // namespace
 
 struct TrainingSession::Impl {
@@ -151,6 +139,22 @@ struct TrainingSession::Impl {
   /// The same on the model's device.
   Batch batch_of_all(Batch batch, const std::vector<int64_t>& counts) {
     return copies.to_device(filled(std::move(batch), counts), run.context().device);
+  }
+
+  /// `function` with the averaged weights in the model, which gets its own back, also after an
+  /// error.
+  template <class Function>
+  auto with_averages(const Function& function) {
+    std::optional<decltype(function())> result;
+    run.models().swap_averages();
+    try {
+      result = function();
+    } catch (...) {
+      run.models().swap_averages();
+      throw;
+    }
+    run.models().swap_averages();
+    return *std::move(result);
   }
 
   std::string layout_of(const at::Tensor& tensor) const {
@@ -227,10 +231,10 @@ at::Tensor TrainingSession::predict(const at::Tensor& inputs) {
   const auto counts = gather_counts("predict", own.group(), {inputs, {}, {}}, 1);
   if (iteration_of(counts).active_ranks == 0) return at::empty({0});
   const Batch batch = own.batch_of_all({inputs, {}, {}}, counts);
-  const Evaluating evaluating(model());
-  own.run.models().swap_averages();
-  at::Tensor result = own.run.models().whole().val_step(batch);
-  own.run.models().swap_averages();
+  const torch::NoGradGuard no_grad;
+  const train::EvaluationMode mode(model());
+  const at::Tensor result =
+      own.with_averages([&] { return own.run.models().whole().val_step(batch); });
   const bool mine = counts[static_cast<size_t>(own.group().rank())] > 0;
   return mine ? result : result.narrow(0, 0, 0);
 }
@@ -243,13 +247,13 @@ std::map<std::string, double> TrainingSession::evaluate(const at::Tensor& inputs
   if (iteration_of(counts).active_ranks == 0)
     throw UsageError("TrainingSession.evaluate: no rank has a sample; expected some");
   const Batch batch = own.batch_of_all({inputs, targets, {}}, counts);
-  const Evaluating evaluating(model());
-  own.run.models().swap_averages();
+  const torch::NoGradGuard no_grad;
+  const train::EvaluationMode mode(model());
   Evaluated evaluated;
   const auto& metrics = own.config.metrics;
-  const ParsedLosses losses =
-      own.run.models().whole().val_losses(batch, metrics.empty() ? nullptr : &evaluated);
-  own.run.models().swap_averages();
+  const ParsedLosses losses = own.with_averages([&] {
+    return own.run.models().whole().val_losses(batch, metrics.empty() ? nullptr : &evaluated);
+  });
   const auto numbers = train::read_figures(losses.values);
   const auto weight = static_cast<double>(counts[static_cast<size_t>(group.rank())]);
   std::vector<double> sums{weight};
@@ -271,7 +275,10 @@ std::string TrainingSession::save() {
     throw UsageError("TrainingSession.save: called after finish(); expected no call");
   if (own.config.checkpoint.folder.empty())
     throw UsageError("TrainingSession.save: the config has no checkpoint.folder; expected one");
-  own.run.placing_errors([&] { own.run.save_checkpoint(); });
+  own.run.placing_errors([&] {
+    own.run.save_again();  // the program may have changed the model since the step
+    own.run.save_checkpoint();
+  });
   return own.run.now().result.checkpoint;
 }
 
@@ -317,6 +324,7 @@ void TrainingSession::set_weight(const std::string& name, const at::Tensor& valu
     shard.tensor.copy_(in_memory_order.narrow(0, shard.begin, shard.numel));
   }
   wrapper().publish_shards();
+  impl_->run.save_again();
 }
 
 int64_t TrainingSession::steps() const { return impl_->run.now().done; }

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <numeric>
 
-#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 
 #include "tessera/data/batch_loader.h"
@@ -146,9 +145,7 @@ std::map<std::string, double> evaluate(
     ModelWrapper& model, const Dataset& data, const EvaluateOptions& options,
     const std::function<void()>& on_round,
     const std::function<void(int64_t first_sample, const Evaluated& batch)>& on_batch) {
-  torch::nn::Module& module = *model.model().module;
-  const auto end = c10::make_scope_exit([&, was = module.is_training()] { module.train(was); });
-  module.eval();
+  const EvaluationMode mode(*model.model().module);
   return Evaluation(model, data, options).run(on_round, on_batch);
 }
 

@@ -2,7 +2,9 @@
 
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/data/dataset.h"
@@ -10,6 +12,23 @@
 #include "tessera/train/model_wrapper.h"
 
 namespace tessera::train {
+
+/// The module is in evaluation mode while alive. Then each of its modules has its own mode again:
+/// a program may keep one, such as a frozen batch norm, in evaluation mode for the whole training.
+class EvaluationMode {
+ public:
+  explicit EvaluationMode(torch::nn::Module& module) {
+    for (const auto& each : module.modules()) were_.emplace_back(each, each->is_training());
+    module.eval();
+  }
+  ~EvaluationMode() {
+    for (const auto& [module, was] : were_) module->train(was);  // each before its children
+  }
+  EvaluationMode(const EvaluationMode&) = delete;
+
+ private:
+  std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> were_;
+};
 
 struct EvaluateOptions {
   int64_t max_samples = 0;  ///< the first ones; 0: all

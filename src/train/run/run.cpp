@@ -254,7 +254,7 @@ void Run::run_due_evaluation() {
   if (context_.reporter) context_.reporter->log_again(now_.record);
   // If no step follows, or the checkpoint is one of the best, it must contain the evaluation.
   const bool best = best_->keeps(now_.done);
-  if (best || stops_.stopped() || now_.done == data_->iterations()) checkpoints_->save_again();
+  if (best || stops_.stopped() || now_.done == data_->iterations()) save_again();
   if (best) save_checkpoint();
 }
 

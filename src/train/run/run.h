@@ -94,6 +94,8 @@ class Run : public PreparedRun {
   /// The text of an error that all ranks have names the position of the run.
   void placing_errors(const std::function<void()>& part);
   void save_checkpoint();
+  /// The next save_checkpoint() writes, also where the step has a checkpoint. Local.
+  void save_again() { checkpoints_->save_again(); }
 
  private:
   void train_step(std::optional<Batch> batch);
