@@ -163,6 +163,7 @@ TEST(MasterWeights, FollowWhatAProgramDoesBetweenSteps) {
   const auto both = [&](int number) {
     step(*optimizer, params, number);
     expected.step(number);
+    expect_equal(params, expected.params, "step " + std::to_string(number) + ": parameter");
   };
   both(0);
   {  // one element of one parameter
@@ -180,7 +181,6 @@ TEST(MasterWeights, FollowWhatAProgramDoesBetweenSteps) {
   params[1].mutable_grad() = at::Tensor();
   optimizer->step();
   EXPECT_TRUE(at::equal(params[1], before));
-  EXPECT_FALSE(at::equal(params[0], expected.params[0]));
 }
 
 TEST(MasterWeights, AreMadeForParametersThatAreAddedLater) {
