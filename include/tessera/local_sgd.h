@@ -112,10 +112,10 @@ class LocalSgd : public Joinable {
   /// `outer`, if a shard's storage, size or dtype has changed since construction, and if only this
   /// object still holds the shard's tensor, because its optimizer was destroyed.
   void step();
-  /// Synchronises now and waits for the differences that are being sent, so that all ranks of
-  /// `outer` have equal parameters. Call it at the end of training. Does not count as a step. After
-  /// a step() that has synchronised, and before the next one, it only waits for such differences:
-  /// another synchronisation would move the parameters by the outer momentum alone. Collective.
+  /// Synchronises now and waits for the differences under way, so that all ranks of `outer` have
+  /// equal parameters. Call it at the end of training. Does not count as a step. Without a step()
+  /// since the last synchronisation it only waits for the differences under way: another
+  /// synchronisation would move the parameters by the outer momentum alone. Collective.
   void synchronize();
 
   int64_t steps() const;             ///< Calls of step(). Local.

@@ -72,8 +72,7 @@ class LocalSgd::Impl {
     check_usable("synchronize()");
     prepared([&] {
       if (mean_.under_way()) apply_pending();
-      const bool just_done = steps_ > 0 && steps_ % options_.sync_every == 0;
-      if (!just_done) exchange();
+      if (synchronized_at_ != steps_) exchange();
     });
   }
 
@@ -104,6 +103,7 @@ class LocalSgd::Impl {
     start_ = under_way ? take("start") : at::Tensor();
     mean_.restore(under_way ? take("pending") : at::Tensor());
     steps_ = state.at("steps").item<int64_t>();
+    synchronized_at_ = steps_ > 0 && steps_ % options_.sync_every == 0 ? steps_ : -1;
     synchronizations_ = state.at("synchronizations").item<int64_t>();
   }
 
@@ -185,8 +185,13 @@ class LocalSgd::Impl {
     anchor_ = anchor_ - step;
   }
 
-  void exchange() {
+  void begin_exchange() {
     ++synchronizations_;
+    synchronized_at_ = steps_;
+  }
+
+  void exchange() {
+    begin_exchange();
     const at::Tensor now = parameters_.part();
     if (options_.outer == OuterOptimizer::average && options_.wire == OuterWire::float32) {
       mean_.start(now);  // the mean of the parameters themselves has one rounding less
@@ -207,7 +212,7 @@ class LocalSgd::Impl {
   }
 
   void exchange_in_background() {
-    ++synchronizations_;
+    begin_exchange();
     if (mean_.under_way()) apply_pending();
     start_ = parameters_.part();
     mean_.start(anchor_ - start_);
@@ -220,6 +225,7 @@ class LocalSgd::Impl {
   at::Tensor anchor_, momentum_;
   at::Tensor start_;  // the parameters from which the difference under way was taken
   int64_t steps_ = 0, synchronizations_ = 0;
+  int64_t synchronized_at_ = -1;  // steps_ at the last synchronisation
   std::string failure_;
 };
 

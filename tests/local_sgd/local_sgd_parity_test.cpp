@@ -44,7 +44,7 @@ TEST(LocalSgd, ParametersAreThoseOfASimulationInOneProcess) {
   }
 }
 
-TEST(LocalSgd, SynchronizingAfterAStepThatHasDoneSoMovesNothingAndSendsNothing) {
+TEST(LocalSgd, SynchronizingTwiceWithoutAStepMovesNothingAndSendsNothing) {
   for (const auto& tested : cases(2)) {
     run_ranks(2, [&](ProcessGroup group, int rank) {
       auto net = seeded<Uneven>(1);
@@ -54,17 +54,22 @@ TEST(LocalSgd, SynchronizingAfterAStepThatHasDoneSoMovesNothingAndSendsNothing) 
         train_on(net, *optimizer, own_rows(step, rank));
         local.step();
       };
+      const auto expect_no_more = [&](int64_t synchronizations) {
+        const auto synchronized = flat(net->parameters());
+        group.reset_stats();
+        local.synchronize();
+        EXPECT_TRUE(at::equal(flat(net->parameters()), synchronized)) << tested.name;
+        EXPECT_EQ(group.stats().payload_sent(), 0U) << tested.name;
+        EXPECT_EQ(local.synchronizations(), synchronizations) << tested.name;
+      };
       for (int step = 0; step < 4; ++step) train(step);
       local.synchronize();  // waits for what is under way
-      const auto synchronized = flat(net->parameters());
-      group.reset_stats();
-      local.synchronize();
-      EXPECT_TRUE(at::equal(flat(net->parameters()), synchronized)) << tested.name;
-      EXPECT_EQ(group.stats().payload_sent(), 0U) << tested.name;
-      EXPECT_EQ(local.synchronizations(), 2) << tested.name;
+      expect_no_more(2);
       train(4);
-      local.synchronize();
-      EXPECT_EQ(local.synchronizations(), 3) << tested.name;
+      local.synchronize();  // between two steps that synchronise
+      expect_no_more(3);
+      train(5);
+      EXPECT_EQ(local.synchronizations(), 4) << tested.name;
     });
   }
 }
