@@ -155,6 +155,27 @@ TEST(LoadingNotStrictly, AGroupWithNoKnownParameterKeepsItsOptions) {
   EXPECT_TRUE(state_dict(optimizer).state.empty());
 }
 
+TEST(LoadingAState, OfAnotherShapeIsRefusedAndChangesNothing) {
+  const auto adam_of = [](at::IntArrayRef shape) {
+    auto parameter = at::ones(shape).requires_grad_();
+    parameter.mutable_grad() = at::ones(shape);
+    return torch::optim::Adam({parameter}, torch::optim::AdamOptions(0.1));
+  };
+  const std::vector<std::pair<std::vector<int64_t>, std::vector<int64_t>>> pairs{
+      {{10}, {5}}, {{2, 3}, {3, 2}}, {{6}, {2, 3}}, {{4, 3}, {3, 2}}};
+  for (const auto& [from, to] : pairs) {
+    auto saved = adam_of(from), loading = adam_of(to);
+    saved.param_groups()[0].options().set_lr(0.5);
+    saved.step();
+    for (const bool strict : {true, false})
+      EXPECT_THAT(thrown_by([&] { load_state_dict(loading, state_dict(saved), strict); }),
+                  HasSubstr("exp_avg of parameter 0 has shape " + c10::str(at::IntArrayRef(from)) +
+                            "; expected " + c10::str(at::IntArrayRef(to))));
+    EXPECT_EQ(loading.param_groups()[0].options().get_lr(), 0.1);
+    EXPECT_TRUE(state_dict(loading).state.empty());
+  }
+}
+
 TEST(LoadingNotStrictly, WeightsThatAreMissingKeepTheirValues) {
   auto state = state_dict(*seeded<Uneven>(2));
   const std::string missing = state.front().first;

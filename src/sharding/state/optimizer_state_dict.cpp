@@ -53,6 +53,18 @@ std::string name_of(const std::unordered_map<const void*, std::string>& names,
   return found->second;
 }
 
+/// A tensor of an element-wise optimizer has the parameter's shape, or one element (a counter).
+void check_shapes(const std::string& name, const at::Tensor& parameter, const ParamState& state,
+                  bool element_wise) {
+  for (const auto& [key, tensor] : state.tensors) {
+    const bool fits = element_wise ? tensor.numel() <= 1 || tensor.sizes().equals(parameter.sizes())
+                                   : tensor.dim() <= 1 || tensor.numel() == parameter.numel();
+    if (fits) continue;
+    throw UsageError(fmt::format("load_state_dict: {} of parameter {} has shape {}; expected {}",
+                                 key, name, c10::str(tensor.sizes()), c10::str(parameter.sizes())));
+  }
+}
+
 }  // namespace
 
 OptimizerStateDict state_dict(const torch::optim::Optimizer& optimizer,
@@ -96,18 +108,10 @@ void load_state_dict(torch::optim::Optimizer& optimizer, const NamedParameters& 
       mine[g].push_back(name_of(names, parameter, g, mine[g].size()));
   const auto dict = strict ? given : sharding::for_groups(given, mine, optimizer);
   sharding::check_groups("load_state_dict", mine, dict);
-  for (size_t g = 0; g < groups.size(); ++g) {
-    for (size_t i = 0; i < mine[g].size(); ++i) {
-      const auto found = dict.state.find(mine[g][i]);
-      if (found == dict.state.end()) continue;
-      for (const auto& [key, tensor] : found->second.tensors) {
-        if (tensor.numel() == groups[g].params()[i].numel() || tensor.dim() <= 1) continue;
-        throw UsageError(fmt::format(
-            "load_state_dict: {} of parameter {} has {} elements; expected the parameter's {}", key,
-            mine[g][i], tensor.numel(), groups[g].params()[i].numel()));
-      }
-    }
-  }
+  for (size_t g = 0; g < groups.size(); ++g)
+    for (size_t i = 0; i < mine[g].size(); ++i)
+      if (const auto found = dict.state.find(mine[g][i]); found != dict.state.end())
+        check_shapes(mine[g][i], groups[g].params()[i], found->second, is_element_wise(optimizer));
   for (size_t g = 0; g < groups.size(); ++g) {
     set_options(groups[g].options(), dict.groups[g].options);
     for (size_t i = 0; i < groups[g].params().size(); ++i) {
