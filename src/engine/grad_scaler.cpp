@@ -18,6 +18,11 @@ bool is_half(const at::Tensor& tensor) {
 
 bool has_elements(const at::Tensor& gradient) { return gradient.defined() && gradient.numel() > 0; }
 
+/// Complex numbers as pairs of real ones.
+at::Tensor as_real(const at::Tensor& gradient) {
+  return gradient.is_complex() ? at::view_as_real(gradient.resolve_conj()) : gradient;
+}
+
 /// If the sum of all gradients is finite, every element is. That takes one pass without a temporary
 /// and one wait for the device. A sum that is not finite may be an overflow of finite elements, so
 /// then every tensor is checked, with another wait.
@@ -25,7 +30,7 @@ bool all_finite(const std::vector<at::Tensor>& gradients) {
   at::Tensor total = at::zeros({});
   for (const auto& gradient : gradients)
     if (has_elements(gradient))
-      total = total + (is_half(gradient) ? gradient.sum(at::kFloat) : gradient.sum());
+      total = total + (is_half(gradient) ? gradient.sum(at::kFloat) : as_real(gradient).sum());
   if (std::isfinite(total.item<double>())) return true;
   at::Tensor with_infinities = at::zeros({});
   for (const auto& gradient : gradients)

@@ -64,6 +64,17 @@ TEST(GradScaler, TheScaleStaysANormalFloat) {
   EXPECT_EQ(scaler.inverse(), std::ldexp(1.0, 126));
 }
 
+TEST(GradScaler, ChecksBothPartsOfComplexGradients) {
+  const auto gradient = [](float real, float imaginary) {
+    return at::view_as_complex(at::tensor({1.0f, 2.0f, real, imaginary}).view({2, 2}));
+  };
+  EXPECT_FALSE(found_alone({gradient(3, 4)}));
+  EXPECT_FALSE(found_alone({gradient(3, 4).conj(), at::ones({2})}));
+  EXPECT_FALSE(found_alone({gradient(3e38f, 3e38f), gradient(3e38f, 3e38f)}));  // a sum overflows
+  EXPECT_TRUE(found_alone({gradient(kInfinity, 4)}));
+  EXPECT_TRUE(found_alone({gradient(3, kNotANumber)}));
+}
+
 TEST(GradScaler, WithDynamicOffTheScaleStaysAndInfinitiesAreFound) {
   const GradScalerOptions options{.dynamic = false, .init_scale = 128, .growth_interval = 1};
   GradScaler scaler(options);
