@@ -81,7 +81,7 @@ sharding::Lanes DdpReduction::lanes() const {
 void DdpReduction::before_forward() {
   reducer_->check_attached();
   if (!reducer_->sync() || !at::GradMode::is_enabled()) return;
-  forward_writes_.begin();
+  forward_writes_.begin(!model_.module.is_training());
   if (model_.module.is_training()) begin_pass();
 }
 

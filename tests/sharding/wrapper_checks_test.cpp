@@ -95,6 +95,28 @@ TEST(ForwardThatWrites, WorksWhereTheRanksWriteTheSameValuesAndOnOneRank) {
   }
 }
 
+/// One rank evaluates other weights, with gradients enabled, and restores its own.
+TEST(ForwardThatWrites, MayBeAroundAnEvaluationOfOneRankUnderDistributedDataParallel) {
+  run_ranks(2, [](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(1);
+    DistributedDataParallel ddp(net, group);
+    const auto write = [&](double factor) {
+      const at::NoGradGuard no_grad;
+      for (auto& parameter : net->parameters()) parameter.mul_(factor);
+    };
+    for (int step = 0; step < 3; ++step) {
+      net->zero_grad();
+      loss_of(ddp(rows(step, rank, 2))).backward();
+      if (rank != 0) continue;
+      net->eval();
+      write(2);
+      ddp(rows(0));
+      write(0.5);
+      net->train();
+    }
+  });
+}
+
 /// DistributedOptimizer sees no forward. So it compares what was written since the last step, which
 /// the program may have done on one rank alone: averaged weights for an evaluation, and back.
 TEST(ForwardThatWrites, MayBeTheProgramsOwnOnOneRankIfTheValuesAreAsBefore) {

@@ -16,8 +16,10 @@ uint64_t checksum_of(const at::Tensor& parameter) {
 
 }  // namespace
 
-void ForwardWrites::begin() {
-  if (!versions_.empty()) return;
+void ForwardWrites::begin(bool evaluates) {
+  if (!versions_.empty() && (evaluates || !evaluates_)) return;
+  evaluates_ = evaluates;
+  versions_.clear();
   for (const auto& parameter : parameters_) versions_.push_back(parameter.tensor._version());
 }
 

@@ -17,10 +17,12 @@ class ForwardWrites {
   explicit ForwardWrites(std::vector<NamedTensor> parameters = {})
       : parameters_(std::move(parameters)) {}
 
-  /// Compares the values that are written from now on. No effect between this and compare(). Local.
-  void begin();
-  /// UsageError on every rank if the ranks differ in a parameter that was written since begin().
-  /// Collective if this rank has written one; if others have not, all get an error, too.
+  /// Compares the values that are written from now on. No effect between this and compare(), but
+  /// the first call that does not evaluate begins anew: an evaluation may be one of this rank
+  /// alone, and so may the writes around it. Local.
+  void begin(bool evaluates = false);
+  /// UsageError on every rank if the ranks differ in a parameter that was written since
+  /// begin(). Collective if this rank has written one; if others have not, all get an error, too.
   void compare(const std::string& component, ProcessGroup group);
   /// True if this rank has written parameter i since begin(). Local.
   bool written(size_t parameter) const;
@@ -37,6 +39,7 @@ class ForwardWrites {
  private:
   std::vector<NamedTensor> parameters_;
   std::vector<int64_t> versions_;  // empty after compare()
+  bool evaluates_ = false;         // the last begin() was that of an evaluation
   bool paused_ = false;
 };
 
