@@ -22,12 +22,22 @@ void MeanGradient::watch() {
   segments_.resize(shards_.buckets().size());
   reducer_.reset();
   const auto subset = shards_.all_in_buckets();
-  if (!options_.reduce_gradients || subset.empty()) return;
+  if (subset.empty()) return;
   std::vector<sharding::NamedTensor> trainable;
+  std::vector<at::Tensor> tensors;
   position_.assign(shards_.parameters().size(), 0);
   for (const auto i : subset) {
     position_[i] = trainable.size();
     trainable.push_back(shards_.parameters()[i]);
+    tensors.push_back(trainable.back().tensor);
+  }
+  if (!options_.reduce_gradients) {
+    const auto arrived = [](size_t, const at::Tensor&) {};
+    const auto ended = [](bool) {};
+    watch_.reset();
+    watch_ = std::make_unique<sharding::BackwardWatch>(
+        tensors, sharding::BackwardWatch::Callbacks{[this] { begin(); }, arrived, ended, true});
+    return;
   }
   std::vector<sharding::Bucket> buckets;
   for (const auto& bucket : shards_.buckets()) {

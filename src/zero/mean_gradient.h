@@ -84,6 +84,7 @@ class MeanGradient : protected sharding::ReductionPolicy {
   std::vector<at::Tensor> segments_;  // by bucket
   std::vector<size_t> position_;      // of the parameters in the reducer's list
   std::unique_ptr<sharding::Reducer> reducer_;
+  std::unique_ptr<sharding::BackwardWatch> watch_;  // without a reducer
 };
 
 }  // namespace tessera::zero

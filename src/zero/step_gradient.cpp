@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "sharding/bucket.h"
+#include "sharding/detection/detection.h"
 #include "tessera/error.h"
 
 namespace tessera::zero {
@@ -26,6 +27,7 @@ void StepGradient::drop_sums() {
 void StepGradient::add_to(sharding::ReducerOptions& options, bool /*first*/) {
   options.reduce_in_backward = false;
   options.provisional = early_.has_value();
+  options.begin_before_first = true;
   options.own_norm =
       "the gradients are scaled by a norm of this rank's own gradients "
       "(torch::nn::utils::clip_grad_norm_ over the module's parameters?); expected "
@@ -61,11 +63,51 @@ void StepGradient::begin_round() {
   if (early_->next_round(any_changed)) reducer_->open_round();
 }
 
-void StepGradient::check_current() const {
-  if (!averaged_ || !reducer_ || generation_ == reducer_->generation()) return;
-  throw UsageError(prefix_ +
-                   ": a backward came between clipping (or grad_norm) and step(), so its gradients "
-                   "would be lost; clip after the last backward");
+void StepGradient::begin() {
+  if (!averaged_) return;
+  follow_changes();
+  outdated_ = averaged_;
+}
+
+/// What the program has done to `.grad`s since they were averaged. If it has cleared all of them,
+/// as net->zero_grad() does, the mean is given up. Otherwise returns the name of one that changed.
+std::string StepGradient::follow_changes() {
+  std::optional<sharding::NoDetection> no_detection;
+  if (reducer_) no_detection.emplace();  // otherwise a gradient may be one that has not arrived
+  const at::NoGradGuard no_grad;
+  std::string changed;
+  bool any_differs = false, all_cleared = true;
+  const auto subset = shards_.all_in_buckets();
+  for (size_t n = 0; n < averaged_from_.size(); ++n) {
+    const auto& [name, tensor] = shards_.parameters()[subset[n]];
+    const auto& [before, version] = averaged_from_[n];
+    const auto& now = tensor.grad();
+    // Where the mean may replace own gradients, clipping changes their versions, too.
+    const bool same =
+        now.is_same(before) && (!now.defined() || in_buckets_ || now._version() == version);
+    any_differs = any_differs || !same;
+    all_cleared = all_cleared && (!now.defined() || (!same && now.layout() == at::kStrided &&
+                                                     at::count_nonzero(now).item<int64_t>() == 0));
+    const bool noticed_by_step = !reducer_ && !now.defined();  // see used()
+    if (!same && !noticed_by_step && changed.empty()) changed = name;
+  }
+  if (!any_differs || !all_cleared) return changed;
+  reset();
+  wire_.end_step(false);
+  return "";
+}
+
+void StepGradient::check_current() {
+  if (!averaged_) return;
+  if (outdated_)
+    throw UsageError(
+        prefix_ +
+        ": a backward came between clipping (or grad_norm) and step(), so its gradients would be "
+        "lost; clip after the last backward");
+  if (const auto changed = follow_changes(); !changed.empty())
+    group_.fail(prefix_ + ": .grad of parameter " + changed +
+                " was changed between clipping (or grad_norm) and step(), which uses the mean that "
+                "was taken for clipping; expected changes before it, or zero_grad()");
 }
 
 void StepGradient::require_local(const std::string& change) const {
@@ -76,7 +118,8 @@ void StepGradient::require_local(const std::string& change) const {
 }
 
 void StepGradient::reset() {
-  averaged_ = false;
+  averaged_ = outdated_ = false;
+  averaged_from_.clear();
   for (size_t b = 0; b < segments_.size(); ++b)
     if (std::exchange(in_place_[b], 0)) segments_[b] = at::Tensor();
 }
@@ -139,7 +182,11 @@ void StepGradient::average() {
     if (reducer_) reduce_to_segment(b);
     else copy_from_caller(b);
   end_update();
-  if (reducer_) generation_ = reducer_->generation();
+  averaged_from_.clear();
+  for (const auto i : shards_.all_in_buckets()) {
+    const auto& grad = shards_.parameters()[i].tensor.grad();
+    averaged_from_.emplace_back(grad, grad.defined() ? grad._version() : 0);
+  }
   averaged_ = true;
 }
 

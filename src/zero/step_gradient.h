@@ -4,6 +4,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "zero/early_reduction.h"
@@ -42,6 +43,7 @@ class StepGradient : public MeanGradient {
   void begin_round();
 
  private:
+  void begin() override;
   void start(size_t b) override;
   bool changed(size_t b) override { return early_->changed(b, flat(b)); }
   void drop_sums() override;
@@ -52,12 +54,15 @@ class StepGradient : public MeanGradient {
     return MeanGradient::has_segment(b) && !in_place_[b];
   }
   at::Tensor early_sum(size_t b);
-  void check_current() const;
+  std::string follow_changes();
+  void check_current();
   void copy_from_caller(size_t b);
 
   std::optional<EarlyReduction> early_;
   bool averaged_ = false;
-  uint64_t generation_ = 0;     // of the reducer, when the gradients were averaged
+  // `.grad`s and their versions when they were averaged, of all parameters in buckets.
+  std::vector<std::pair<at::Tensor, int64_t>> averaged_from_;
+  bool outdated_ = false;       // a backward has added to them since
   bool in_buckets_ = false;     // the mean may replace own gradients
   std::vector<char> in_place_;  // by bucket: the segment is part of the bucket
 };

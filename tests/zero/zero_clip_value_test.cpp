@@ -115,6 +115,65 @@ TEST(ZeroClipValue, OfGradientsThatTheCallerReduced) {
                                              [](Zero& zero) { zero.clip_grad_value_(0.002); });
 }
 
+/// `net->zero_grad()` in place of a step, as after a norm that is not finite.
+void leave_out_steps(Uneven& net, torch::optim::Optimizer& optimizer, bool set_to_none) {
+  for (int step = 0; step < 5; ++step) {
+    loss_of(net(rows(step))).backward();
+    if (auto* const zero = dynamic_cast<Zero*>(&optimizer)) zero->clip_grad_norm_(0.1);
+    else torch::nn::utils::clip_grad_norm_(net->parameters(), 0.1);
+    if (step % 2 == 1) optimizer.step();
+    net->zero_grad(set_to_none);
+  }
+}
+
+TEST(ZeroClipping, TheModulesZeroGradGivesTheMeanUp) {
+  const std::vector<ZeroOptions> modes{{},
+                                       {.parameters_as_bucket_view = false},
+                                       {.reduce_gradients = false},
+                                       {.overlap = Overlap::none},
+                                       {.overlap = Overlap::background},
+                                       {.shard_gradients = true}};
+  const auto sgd = factory("SGD", {{"lr", 0.1}, {"momentum", 0.9}, {"weight_decay", 0.05}});
+  for (const bool set_to_none : {true, false}) {
+    auto plain = seeded<Uneven>(8);
+    const auto reference = sgd({torch::optim::OptimizerParamGroup(plain->parameters())});
+    leave_out_steps(plain, *reference, set_to_none);
+    for (const auto& hosts : std::vector<std::vector<int>>{{0}, {0, 0}, {0, 0, 0}, {0, 1}}) {
+      for (size_t mode = 0; mode < modes.size(); ++mode) {
+        run_ranks_on(hosts, [&](ProcessGroup group, int) {
+          auto net = seeded<Uneven>(8);
+          Zero zero(*net, group, sgd, modes[mode]);
+          leave_out_steps(net, zero, set_to_none);
+          zero.wait();
+          expect_close(copies(net->parameters()), copies(plain->parameters()),
+                       "mode " + std::to_string(mode));
+        });
+      }
+    }
+  }
+}
+
+TEST(ZeroClipping, AGradientThatChangesBetweenItAndStepIsAnError) {
+  for (const bool reduce : {true, false}) {
+    const auto errors_of = [&](void (*change)(Uneven & net, int rank)) {
+      return run_ranks_catching(2, [&](ProcessGroup group, int rank) {
+        auto net = seeded<Uneven>(8);
+        Zero zero(*net, group, factory("SGD"), {.reduce_gradients = reduce});
+        loss_of(net(rows(0))).backward();
+        zero.clip_grad_norm_(0.1);
+        change(net, rank);
+        zero.step();
+      });
+    };
+    expect_usage_errors(errors_of([](Uneven& net, int rank) {
+                          if (rank == 1) net->last->weight.mutable_grad().mul_(2);
+                        }),
+                        "rank 1: .grad of parameter last.weight was changed between clipping");
+    expect_usage_errors(errors_of([](Uneven& net, int) { loss_of(net(rows(1))).backward(); }),
+                        "a backward came between clipping (or grad_norm) and step()");
+  }
+}
+
 TEST(ZeroClipValue, MisuseIsRefused) {
   run_ranks(2, [&](ProcessGroup group, int rank) {
     auto net = seeded<Uneven>(8);

@@ -81,7 +81,6 @@ void Reducer::begin() {
 void Reducer::arrive(size_t i, const at::Tensor& computed) {
   std::lock_guard lock(mutex_);
   at::NoGradGuard no_grad;
-  ++generation_;
   buckets_.store(i, computed, sync());
   if (!sends()) return;
   const int expected = tracker_.expected(i), arrivals = tracker_.arrive(i);

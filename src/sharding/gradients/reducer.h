@@ -150,9 +150,6 @@ class Reducer {
   /// object; see BackwardWatch::lost_parameter().
   void check_attached();
 
-  /// Number of gradients that have arrived since construction.
-  uint64_t generation() const { return generation_; }
-
   /// For use in start(): `.grad` of the parameters in the bucket becomes undefined.
   void forget(size_t bucket) { buckets_.forget(bucket); }
   /// The owner has overwritten the parameter's gradient in its bucket. It must be cleared before
@@ -219,7 +216,6 @@ class Reducer {
   std::vector<char> used_;      // by any rank, in the last reduction
   std::vector<char> missing_;   // on this rank, in the current reduction
   std::vector<size_t> last_order_;
-  uint64_t generation_ = 0;
   std::unique_ptr<BackwardWatch> watch_;
 };
 
