@@ -145,6 +145,17 @@ bool DdpModel::follow_trainability() {
   return true;
 }
 
+void DdpModel::check_followed() {
+  for (const auto& [name, tensor] : frozen_) {
+    if (!tensor.requires_grad() || !tensor.grad().defined()) continue;
+    group.fail(fmt::format(
+        "{}: rank {}: parameter {} got a gradient and was frozen in the last forward in training "
+        "mode, so the gradient is not reduced; expected a forward with train() on, or "
+        "requires_grad_(true) before construction",
+        kDdpName, group.rank(), name));
+  }
+}
+
 bool DdpModel::is_shared(const at::Tensor& tensor) const {
   return shared_ && shared_->holds(tensor);
 }

@@ -40,6 +40,9 @@ class DdpModel {
   /// which all ranks must see. If none requires one, it stays. Shared parameters that were thawed
   /// get memory of each rank's own. Collective if it changes.
   bool follow_trainability();
+  /// After a backward: UsageError on every rank if a parameter was thawed that
+  /// follow_trainability() has not seen, as in a module that trains in evaluation mode.
+  void check_followed();
   void check_same_parameters();
   void with_shared_write(const std::function<void()>& write);
   int64_t parameter_bytes() const;

@@ -193,6 +193,7 @@ void DdpReduction::call_hook(size_t index) {
 }
 
 void DdpReduction::finish() {
+  model_.check_followed();
   if (reducer_->arrived().size() < model_.trainable.size()) model_.check_same_parameters();
   for (const auto index : std::exchange(complete_, {})) reduce(index);
   if (!in_background_) return wait_for_buckets();

@@ -109,6 +109,20 @@ TEST(DdpThaw, OnOneRankOnlyIsAnErrorOnAll) {
   }
 }
 
+// A forward in evaluation mode is local, because one rank may make it alone.
+TEST(DdpThaw, InAModuleThatTrainsInEvaluationModeIsAnErrorOnAll) {
+  const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
+    auto net = seeded<Uneven>(3);
+    set_trainable(*net->second, false);
+    DistributedDataParallel ddp(net, group, {});
+    net->eval();
+    loss_of(ddp(rows(0, rank, 2))).backward();
+    set_trainable(*net->second, true);
+    loss_of(ddp(rows(1, rank, 2))).backward();
+  });
+  expect_usage_errors(errors, "parameter second.weight got a gradient and was frozen");
+}
+
 TEST(DdpThaw, OtherParametersOnTwoRanksAreNamed) {
   const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
     auto net = seeded<Uneven>(3);
