@@ -24,6 +24,7 @@ constexpr Pair kPairs[] = {
     {"U8", at::kByte},
     {"BOOL", at::kBool},
     {"C64", at::kComplexFloat},
+    {kComplex128, at::kComplexDouble},
 #if TESSERA_TORCH_HAS_SMALL_TYPES
     {"U16", at::kUInt16},
     {"U32", at::kUInt32},

@@ -113,7 +113,7 @@ int dtype_bits(std::string_view dtype) {
       {"F16", 16},    {"BF16", 16},   {"I32", 32},        {"U32", 32},        {"F32", 32},
       {"I64", 64},    {"U64", 64},    {"F64", 64},        {"C64", 64},        {"F8_E4M3", 8},
       {"F8_E5M2", 8}, {"F8_E8M0", 8}, {"F8_E4M3FNUZ", 8}, {"F8_E5M2FNUZ", 8}, {"F6_E2M3", 6},
-      {"F6_E3M2", 6}, {"F4", 4}};
+      {"F6_E3M2", 6}, {"F4", 4},      {kComplex128, 128}};
   for (const auto& [name, bits] : kBits)
     if (name == dtype) return bits;
   return 0;
@@ -179,9 +179,58 @@ uint64_t header_size(const std::string& file, const unsigned char (&prefix)[kSiz
   return size;
 }
 
+// [Note: complex128] The format has no complex numbers of two doubles. Such a tensor is one of
+// doubles, with a last dimension of 2, whose name is in the list of the metadata's kComplexKey. So
+// other programs can read it.
+namespace {
+
+/// The tensors of the list become complex.
+void join_pairs(const std::string& file, Header& header) {
+  const auto text = header.metadata.find(kComplexKey);
+  if (text == header.metadata.end()) return;
+  const auto names = nlohmann::json::parse(text->second, nullptr, /*allow_exceptions=*/false);
+  const auto fail = [&](const std::string& what) {
+    throw UsageError("safetensors: " + file + ": " + kMetadataKey + ", key \"" + kComplexKey +
+                     "\": " + what +
+                     "; expected a list of names of F64 tensors whose last size is 2");
+  };
+  if (!names.is_array()) fail("the text is not a list");
+  std::map<std::string, SafetensorsEntry*> entries;
+  for (auto& entry : header.entries) entries[entry.name] = &entry;
+  for (const auto& name : names) {
+    const auto found = name.is_string() ? entries.find(name) : entries.end();
+    if (found == entries.end()) fail("an element names no tensor");
+    auto& dtype = found->second->dtype;
+    auto& shape = found->second->shape;
+    if (dtype != "F64" || shape.empty() || shape.back() != 2) fail(in_quotes(found->first));
+    dtype = kComplex128;
+    shape.pop_back();
+  }
+  header.metadata.erase(text);
+}
+
+/// The reverse.
+Header with_pairs(const std::string& file, Header header) {
+  if (header.metadata.contains(kComplexKey))
+    throw UsageError("safetensors: " + file + ": the metadata key \"" + kComplexKey +
+                     "\" is reserved for the names of complex tensors");
+  auto names = nlohmann::json::array();
+  for (auto& entry : header.entries) {
+    if (entry.dtype != kComplex128) continue;
+    names.push_back(entry.name);
+    entry.dtype = "F64";
+    entry.shape.push_back(2);
+  }
+  if (!names.empty()) header.metadata[kComplexKey] = names.dump();
+  return header;
+}
+
+}  // namespace
+
 Header parse_header(const std::string& file, std::string_view text, uint64_t data_bytes) {
   Header header = parse_header_json(file, text);
   for (const SafetensorsEntry& entry : header.entries) check_entry(file, entry, data_bytes);
+  join_pairs(file, header);
   std::sort(header.entries.begin(), header.entries.end(),
             [](const SafetensorsEntry& a, const SafetensorsEntry& b) {
               return std::tie(a.begin, a.end, a.name) < std::tie(b.begin, b.end, b.name);
@@ -190,7 +239,8 @@ Header parse_header(const std::string& file, std::string_view text, uint64_t dat
   return header;
 }
 
-std::string format_header(const std::string& file, const Header& header) {
+std::string format_header(const std::string& file, const Header& given) {
+  const Header header = with_pairs(file, given);
   nlohmann::ordered_json json = nlohmann::ordered_json::object();
   std::string text;
   try {

@@ -17,6 +17,9 @@ namespace tessera::safetensors {
 inline constexpr uint64_t kMaxHeaderBytes = 100'000'000;
 inline constexpr size_t kSizeBytes = 8;  // the little-endian header size before the header
 inline constexpr const char* kMetadataKey = "__metadata__";
+// [Note: complex128]
+inline constexpr const char* kComplexKey = "complex128";
+inline constexpr const char* kComplex128 = "C128";
 
 struct Header {
   std::vector<SafetensorsEntry> entries;  // by begin, then end, then name
