@@ -16,26 +16,29 @@ bool is_half(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
 }
 
-bool has_elements(const at::Tensor& gradient) { return gradient.defined() && gradient.numel() > 0; }
-
-/// Complex numbers as pairs of real ones.
-at::Tensor as_real(const at::Tensor& gradient) {
-  return gradient.is_complex() ? at::view_as_real(gradient.resolve_conj()) : gradient;
+/// The real numbers of the gradients that have elements.
+std::vector<at::Tensor> numbers_of(const std::vector<at::Tensor>& gradients) {
+  std::vector<at::Tensor> numbers;
+  for (const auto& gradient : gradients) {
+    if (!gradient.defined() || gradient.numel() == 0) continue;
+    const auto values = gradient.is_sparse() ? gradient._values() : gradient;
+    numbers.push_back(values.is_complex() ? at::view_as_real(values.resolve_conj()) : values);
+  }
+  return numbers;
 }
 
 /// If the sum of all gradients is finite, every element is. That takes one pass without a temporary
 /// and one wait for the device. A sum that is not finite may be an overflow of finite elements, so
 /// then every tensor is checked, with another wait.
 bool all_finite(const std::vector<at::Tensor>& gradients) {
+  const auto numbers = numbers_of(gradients);
   at::Tensor total = at::zeros({});
-  for (const auto& gradient : gradients)
-    if (has_elements(gradient))
-      total = total + (is_half(gradient) ? gradient.sum(at::kFloat) : as_real(gradient).sum());
+  for (const auto& tensor : numbers)
+    total = total + (is_half(tensor) ? tensor.sum(at::kFloat) : tensor.sum());
   if (std::isfinite(total.item<double>())) return true;
   at::Tensor with_infinities = at::zeros({});
-  for (const auto& gradient : gradients)
-    if (has_elements(gradient))
-      with_infinities = with_infinities + (1 - at::isfinite(gradient).all().to(at::kFloat));
+  for (const auto& tensor : numbers)
+    with_infinities = with_infinities + (1 - at::isfinite(tensor).all().to(at::kFloat));
   return with_infinities.item<double>() == 0;
 }
 

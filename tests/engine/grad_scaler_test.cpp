@@ -40,6 +40,15 @@ TEST(GradScaler, ScalesTheLossAndInvertsIt) {
   EXPECT_EQ(half.item<float>(), 131072);
 }
 
+TEST(GradScaler, ReadsComplexAndSparseGradients) {
+  const auto complex = [](double imaginary) {
+    return at::complex(at::ones({3}), at::full({3}, imaginary));
+  };
+  EXPECT_FALSE(found_alone({complex(-1e38), at::ones({2}), at::eye(3).to_sparse()}));
+  EXPECT_TRUE(found_alone({at::ones({2}), complex(INFINITY)}));
+  EXPECT_TRUE(found_alone({complex(1), (at::eye(3) * NAN).to_sparse()}));
+}
+
 TEST(GradScaler, GrowsAfterFiniteStepsAndBacksOff) {
   GradScaler scaler(
       {.init_scale = 16, .growth_factor = 4, .backoff_factor = 0.25, .growth_interval = 3});

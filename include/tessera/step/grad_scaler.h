@@ -51,7 +51,7 @@ class GradScaler {
   double inverse() const { return 1 / scale(); }
 
   /// True if any gradient on any rank has an infinity or a NaN. All ranks get the same result.
-  /// `gradients` are this rank's own, dense; undefined and empty ones are ignored. Collective: one
+  /// `gradients` are this rank's own; undefined and empty ones are ignored. Collective: one
   /// all-reduce of one number (none when disabled).
   bool found_inf(const std::vector<at::Tensor>& gradients, ProcessGroup& group) const;
 
