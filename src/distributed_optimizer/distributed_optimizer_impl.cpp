@@ -178,6 +178,7 @@ void DistributedOptimizer::Impl::make_reduction() {
 }
 
 void DistributedOptimizer::Impl::add_param_group(Group added) {
+  if (reduction_) reduction_->reducer().check_attached();
   const auto index = synced_.size();
   auto group = added.dist_group ? *added.dist_group : world(index);
   agree(group, [&] {
