@@ -142,6 +142,7 @@ void GradientBuckets::store(size_t i, const at::Tensor& computed, bool copy) {
 void GradientBuckets::store_late(size_t i) {
   auto& grad = gradient(i);
   if (same_memory(grad, window(i))) return;
+  grad = dense_gradient(component_, parameters_[i].name, grad, rank_);
   place(grad, writable_window(i));
   if (as_views_ && !keeps_graph(grad)) grad = window(i);
 }
