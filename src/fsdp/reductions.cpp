@@ -20,11 +20,11 @@ namespace {
 // not delayed for it.
 constexpr size_t kMaxOpen = 2, kMaxOpenBetweenHosts = 3;
 
-/// Values that travel exactly use the groups of the gathers.
+/// Ranks that use other units than others must meet them, so gathers and reductions use the same
+/// lanes, or are compared in the same ones.
 sharding::Lanes lanes_of(const ShardedModel& model, WireFormat wire) {
-  const bool as_gathers =
-      wire == WireFormat::float32 && model.gathers.group(0).impl() == model.shard_group.impl();
-  return as_gathers ? model.gathers : sharding::Lanes(model.shard_group, wire, 1);
+  const bool exact = model.gathers.group(0).impl() == model.shard_group.impl();
+  return exact ? model.gathers.encoded(wire) : sharding::Lanes(model.shard_group, wire, 1);
 }
 
 /// The hooks that the program has registered on a tensor (register_hook).

@@ -23,12 +23,15 @@ class Lanes {
  public:
   /// One lane, of this rank alone.
   Lanes() : groups_(1) {}
-  /// The first of `count` lanes is `group` itself if values travel exactly. Collective: see
-  /// ProcessGroup::with_wire(), and duplicate() for more than one.
+  /// The first of `count` lanes is `group` itself if values travel exactly, and the others are
+  /// duplicates. Otherwise all are of with_wire(), and their collectives are compared in `group`,
+  /// in the order in which they are called. Collective.
   Lanes(ProcessGroup group, WireFormat format, size_t count);
-  /// The same, where only collective number 0 uses the first lane: the other collectives of the
-  /// wrapper's own group then do not wait behind the rest. count > 1.
+  /// As the constructor, where only collective number 0 uses the first lane: the other collectives
+  /// of the wrapper's own group then do not wait behind the rest. count > 1.
   static Lanes with_first_apart(ProcessGroup group, WireFormat format, size_t count);
+  /// A lane of with_wire() for each of these lanes. Collective.
+  Lanes encoded(WireFormat format) const;
 
   const std::vector<ProcessGroup>& groups() const { return groups_; }
   /// The group of collective number `turn`: the lanes take turns.
