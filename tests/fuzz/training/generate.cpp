@@ -3,30 +3,10 @@
 
 #include "fuzz/training/case.h"
 #include "fuzz/training/model/blocks.h"
-#include "fuzz/training/model/random.h"
-#include "fuzz/training/wire.h"
+#include "fuzz/training/vary.h"
 
 namespace tessera::fuzz {
 namespace {
-
-using Values = std::map<std::string, std::string>;
-
-void maybe(Random& random, int percent, Values& values, const std::string& name,
-           const std::string& value = "1") {
-  if (random.chance(percent)) values[name] = value;
-}
-
-bool has(const std::vector<Item>& layers, std::initializer_list<const char*> kinds) {
-  return std::any_of(layers.begin(), layers.end(), [&](const Item& layer) {
-    return std::any_of(kinds.begin(), kinds.end(),
-                       [&](const char* kind) { return layer.kind == kind; });
-  });
-}
-
-/// Has parameters of 16 bits.
-bool is_short(const Item& layer) {
-  return layer.kind == "bfloat16_layer" || layer.kind == "half_layer";
-}
 
 /// All layers compute in the dtype of their input, with operators that libtorch 1.13 has for it.
 /// Those with a LayerNorm are left out: a small difference of its input may become a large one.
@@ -268,101 +248,6 @@ Item random_event(Random& random, const Item& wrapper, const Limits& limits, int
   return random_fault(random, wrapper, world);
 }
 
-/// Divides some cases into groups that train apart. What a parameter is to a group must be the same
-/// for all of them, and events that concern all ranks at once are left out.
-void divide_into_groups(Random& random, Case& which) {
-  auto& values = which.wrapper.values;
-  if (which.world == 1 || !random.chance(10)) return;
-  for (const char* name : {"late_part", "ignored", "local_group", "hosts"})
-    if (values.count(name)) return;
-  if (which.wrapper.text("strategy") == "hybrid") return;
-  // What was frozen at construction is synchronised by some wrappers. LocalSgd computes in the
-  // widest dtype of the parameters.
-  const auto differs = [&](const Item& layer) {
-    const bool widens = layer.kind == "double_layer" && which.dtype == "float";
-    return is_short(layer) || widens || layer.flag("frozen");
-  };
-  if (std::any_of(which.layers.begin(), which.layers.end(), differs)) return;
-  std::vector<Item> story;
-  for (auto& event : which.story) {
-    if (event.kind == "move") break;  // what follows was chosen for another wrapper
-    const bool fits = event.kind == "step" || event.kind == "evaluate" || event.kind == "write" ||
-                      event.kind == "freeze" || (event.kind == "lr" && !event.has("rank"));
-    if (!fits) continue;
-    for (const char* name : {"absent", "trap", "trap_rank", "nan"}) event.values.erase(name);
-    if (event.kind == "evaluate") event.values.erase("rank");
-    if (event.text("branch") == "rank0" || event.text("branch") == "own")
-      event.values["branch"] = "none";
-    story.push_back(std::move(event));
-  }
-  if (story.empty()) return;
-  values["local_sgd"] = which.world == 4 && random.chance(60) ? "2" : std::to_string(which.world);
-  values["every"] = random.pick({"1", "2", "3"});
-  maybe(random, 30, values, "outer", "average");
-  maybe(random, 30, values, "outer_background");
-  which.story = std::move(story);
-}
-
-/// Options for models that do not fit one rank.
-void save_memory(Random& random, const std::string& kind, Values& values) {
-  const auto none = [&](std::initializer_list<const char*> names) {
-    return std::none_of(names.begin(), names.end(),
-                        [&](const char* name) { return values.count(name) > 0; });
-  };
-  maybe(random, 20, values, "deferred");
-  if (kind != "zero") return;
-  if (none({"in_place"})) maybe(random, 30, values, "shard_gradients");
-  if (values.count("shard_gradients")) maybe(random, 60, values, "bucket_cap_mb", "0.0002");
-  // with_shared_write() writes what is in no group yet on one rank of a host alone.
-  if (none({"no_bucket_view", "backend", "late_part"}))
-    maybe(random, 30, values, "share_parameters");
-  // with_shared_write() broadcasts buffers, which plain training does not.
-  if (values.count("buffers") > 0 && values.at("buffers") == "none")
-    values.erase("share_parameters");
-}
-
-/// Rounds what travels between hosts, in some cases with several of them. `begins`: an error of the
-/// construction counts as that of an event, so a combination that the wrapper refuses may stay.
-void round_between_hosts(Random& random, const Case& which, int world, bool begins, Item& wrapper) {
-  auto& values = wrapper.values;
-  const auto before = values;
-  const bool on_hosts = values.count("hosts") > 0;
-  if (!random.chance(on_hosts ? 60 : 10)) return;
-  if (world < 2 || values.count("backend") || values.count("local_sgd")) return;
-  if (!on_hosts) values["hosts"] = world == 2 ? "01" : random.pick({"001", "01", "0011", "012"});
-  const int what = random.below(3);
-  if (what < 2) values["wire_gradients"] = random.pick({"bfloat16", "int8"});
-  if (what > 0) values["wire_parameters"] = random.pick({"bfloat16", "int8"});
-  const bool keeps = random.chance(8) && begins;
-  // refuses_wire() does not say what becomes of these.
-  const bool open = has(which.layers, {"double_layer"}) ||
-                    (which.dtype == "double" && values.count("late_part")) ||
-                    (wrapper.kind == "fsdp" && values.count("check_results"));
-  const auto fits = [&] { return !open && !refuses_wire(which, wrapper, world); };
-  if (fits() || (keeps && !open)) return;
-  values.erase("wire_parameters");
-  if (!fits() || !values.count("wire_gradients")) values = before;
-}
-
-/// Drawn after everything else, so that seeds keep what was drawn before: gradients that the user's
-/// code scales before the step, a group with another learning rate, and five ranks.
-void vary_more(Random& random, Case& which) {
-  const auto is = [&](const char* kind) {
-    return std::any_of(which.story.begin(), which.story.end(),
-                       [&](const Item& event) { return event.kind == kind; });
-  };
-  const bool scales = random.chance(15) && !rounds(which);
-  for (auto& event : which.story) {
-    const bool plain = event.kind == "step" && !event.has("closure") && !event.has("uncleared");
-    if (scales && plain && random.chance(40)) event.values["scaled"] = random.pick({"0.5", "0.25"});
-  }
-  auto& values = which.wrapper.values;
-  if (values.count("groups") && !is("move")) maybe(random, 50, values, "second_lr", "0.25");
-  const bool divides = values.count("hosts") || values.count("local_sgd") || is("move") ||
-                       which.wrapper.text("strategy") == "hybrid";
-  if (which.world > 1 && !divides && random.chance(6)) which.world = 5;
-}
-
 }  // namespace
 
 Case generate(uint64_t seed) {
@@ -440,23 +325,7 @@ Case generate(uint64_t seed) {
     // A checkpoint has no optimizer state of frozen parameters.
     if (freezes || thaws) event.values.erase("folder");
   }
-  // Drawn last, so that seeds keep what was drawn before there was this option.
-  maybe(random, 8, result.wrapper.values, "check_results", "1");
-  for (auto& event : result.story)
-    if (event.kind == "move") maybe(random, 8, event.values, "check_results", "1");
-  divide_into_groups(random, result);
-  save_memory(random, result.wrapper.kind, result.wrapper.values);
-  for (auto& event : result.story)
-    if (event.kind == "move") save_memory(random, event.text("wrapper"), event.values);
-  const bool begins = result.story.front().kind != "move";
-  round_between_hosts(random, result, result.world, begins, result.wrapper);
-  for (auto& event : result.story) {
-    if (event.kind != "move") continue;
-    Item after{event.text("wrapper"), event.values};
-    round_between_hosts(random, result, event.number("world"), true, after);
-    event.values = std::move(after.values);
-  }
-  vary_more(random, result);
+  vary(random, result);
   // Small steps: what rounding takes from a parameter itself is large beside them.
   if (rounds(result) && result.optimizer.kind == "SGD") result.optimizer.values["lr"] = "0.002";
   return result;

@@ -363,5 +363,34 @@ TEST(TrainingFuzz, ZeroGathersExactParametersBesideRoundedGradients) {
   });
 }
 
+// A rank gathered a unit that the others did not use, in a group in which they called nothing any
+// more, and they reduced gradients in another one.
+TEST(TrainingFuzz, FsdpOtherUnitsWithRoundedParameters) {
+  expect_sound(
+      {.seed = 535,
+       .world = 3,
+       .dtype = "float",
+       .layers = {{"embedding_bag", {{"out", "5"}}},
+                  {"counter"},
+                  {"cell", {{"out", "5"}}},
+                  {"conditional", {{"out", "3"}}}},
+       .optimizer = {"Adam", {{"amsgrad", "1"}, {"lr", "0.02"}}},
+       .wrapper = {"fsdp",
+                   {{"hosts", "012"}, {"policy", "leaves"}, {"wire_parameters", "bfloat16"}}},
+       .story = {{"step", {{"branch", "own"}}},
+                 {"step", {{"branch", "rank0"}, {"when", "after"}}}}});
+}
+
+// GradScaler took complex gradients for real ones.
+TEST(TrainingFuzz, ScaledComplexGradients) {
+  expect_sound({.seed = 2309,
+                .world = 2,
+                .dtype = "float",
+                .layers = {{"complex"}},
+                .optimizer = {"SGD", {{"lr", "0.02"}}},
+                .wrapper = {"zero"},
+                .story = {{"step", {{"scaler", "1"}}}}});
+}
+
 }  // namespace
 }  // namespace tessera::fuzz

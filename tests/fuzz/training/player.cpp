@@ -1,5 +1,6 @@
 #include "fuzz/training/player.h"
 
+#include <cmath>
 #include <utility>
 
 #include "fuzz/training/plain/training.h"
@@ -9,25 +10,32 @@
 namespace tessera::fuzz {
 
 Player::Player(const Case& which, const Segment& segment, ProcessGroup group,
-               const Carried& carried)
-    : which_(which), group_(std::move(group)), carried_(carried) {
-  const auto& wrapper = segment.wrapper;
+               const Carried& carried, std::string scratch)
+    : which_(which),
+      wrapper_(segment.wrapper),
+      group_(std::move(group)),
+      inner_(group_),
+      carried_(carried),
+      scratch_(std::move(scratch)),
+      scaler_({.init_scale = 256, .growth_interval = 2}) {
   const bool loads = segment.begin < segment.end && which.story[segment.begin].kind == "move";
   // Ranks begin with different weights where the wrapper broadcasts rank 0's.
-  const bool broadcasts = !wrapper.has("late_part") && !wrapper.flag("no_broadcast") &&
-                          wrapper.number("bcast_period", 0) >= 0;
-  ProcessGroup inner = group_;
-  const int groups = groups_apart(wrapper);
+  const bool broadcasts = !wrapper_.has("late_part") && !wrapper_.flag("no_broadcast") &&
+                          wrapper_.number("bcast_period", 0) >= 0;
+  const int groups = groups_apart(wrapper_);
   if (groups > 1) {
     apart_.emplace(local_sgd_groups(group_, group_.size() / groups));
-    inner = apart_->inner;
+    inner_ = apart_->inner;
   }
-  const auto seed = which.seed + (loads ? 77 : 0) + (broadcasts || loads ? inner.rank() : 0);
-  const auto make = [&] { return Net::make(which, seed); };
-  subject_ =
-      make_subject(which, wrapper, wrapper.flag("deferred") ? deferred_init(make) : make(), inner);
-  if (apart_) local_sgd_ = subject_->make_local_sgd(*apart_, local_sgd_options(wrapper));
+  make(which.seed + (loads ? 77 : 0) + (broadcasts || loads ? inner_.rank() : 0));
   if (loads) load();
+}
+
+void Player::make(uint64_t seed) {
+  const auto net = [&] { return Net::make(which_, seed); };
+  subject_ = make_subject(which_, wrapper_, wrapper_.flag("deferred") ? deferred_init(net) : net(),
+                          inner_);
+  if (apart_) local_sgd_ = subject_->make_local_sgd(*apart_, local_sgd_options(wrapper_));
 }
 
 Record Player::play(const Item& event, int number) {
@@ -46,6 +54,7 @@ Record Player::play(const Item& event, int number) {
   else if (kind == "lr") change_lr(event);
   else if (kind == "add_group") subject_->add_late_part();
   else if (kind == "to_dtype") subject_->net().to(other_dtype());
+  else if (kind == "resume") resume(number);
   add_weights(record, subject_->weights());
   if (event.flag("state")) add_state(record, subject_->optimizer_state());
   return record;
@@ -68,6 +77,27 @@ void Player::load() {
   if (!carried_.folder) return subject_->load(carried_.weights, carried_.state);
   subject_->load(carried_.folder->path());
   for (auto& group : subject_->optimizer().param_groups()) group.options().set_lr(carried_.lr);
+}
+
+/// Everything is destroyed and goes on from a checkpoint, in the same world.
+void Player::resume(int number) {
+  const int number_of_group = apart_ ? apart_->outer.rank() : 0;
+  const auto folder =
+      scratch_ + "_" + std::to_string(number) + "_" + std::to_string(number_of_group);
+  std::vector<double> rates;
+  for (const auto& group : subject_->optimizer().param_groups())
+    rates.push_back(group.options().get_lr());
+  subject_->settle();
+  const auto outer = local_sgd_ ? local_sgd_->state_dict() : LocalSgd::State();
+  subject_->save(folder, inner_, local_sgd_.get());
+  local_sgd_.reset();
+  subject_.reset();
+  make(which_.seed + 100 + inner_.rank());
+  subject_->load(folder);
+  if (local_sgd_) load_local_sgd(*local_sgd_, outer, folder);
+  for (size_t i = 0; i < rates.size(); ++i)
+    subject_->optimizer().param_groups()[i].options().set_lr(rates[i]);
+  cleared_ = true;
 }
 
 at::ScalarType Player::other_dtype() const {
@@ -118,9 +148,18 @@ void Player::train(const Item& event, int number, Record& record) {
     if (!after && !between && !event.flag("uncleared")) zero_grad(event);
     gradients(event, number, between, record);
     if (event.has("scaled")) subject_->scale_gradients(event.real("scaled", 1));
-    if (event.text("clip") == "norm") add_number(record, "norm", subject_->clip_norm());
+    if (event.has("scaler") && !unscale()) {
+      subject_->zero_grad(true);
+      cleared_ = true;
+      return;
+    }
+    if (event.has("norm_of"))
+      add_number(record, "norm", subject_->clip_norm(INFINITY, norm_type(event)));
+    if (event.text("clip") == "norm") add_number(record, "norm", subject_->clip_norm(kMaxNorm, 2));
     if (event.text("clip") == "value") subject_->clip_value();
     subject_->step(nullptr);
+    if (shows_norm_of_step(wrapper_, event))
+      add_number(record, "norm of step", subject_->norm_of_step());
   }
   cleared_ = after;
   if (after) zero_grad(event);
@@ -132,14 +171,23 @@ void Player::train(const Item& event, int number, Record& record) {
   }
 }
 
+/// Whether the step may be made.
+bool Player::unscale() {
+  const bool skip = scaler_.found_inf(subject_->gradients(), group_);
+  if (!skip) subject_->scale_gradients(scaler_.inverse());
+  scaler_.update(skip);
+  return !skip;
+}
+
 void Player::gradients(const Item& event, int number, bool clear_between, Record& record) {
   const int micros = event.number("micro", 1);
   for (int micro = 0; micro < micros; ++micro) {
     std::optional<NoSync> hold;
     if (micro + 1 < micros && event.flag("no_sync")) hold.emplace(subject_->no_sync());
-    const auto value = loss(event, number, micro, micros);
+    auto value = loss(event, number, micro, micros);
     record.emplace_back("loss " + std::to_string(micro),
                         value.detach().to(dtype_of(which_), false, true));
+    if (event.has("scaler")) value = scaler_.scale(value);
     if (clear_between && micro == 0) zero_grad(event);
     if (event.number("absent", -1) == group_.rank()) continue;
     if (event.flag("retain")) subject_->backward(value, true);

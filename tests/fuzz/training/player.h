@@ -7,6 +7,7 @@
 #include "fuzz/training/plain/lockstep.h"
 #include "fuzz/training/subject.h"
 #include "harness/temporary_folder.h"
+#include "tessera/step/grad_scaler.h"
 
 namespace tessera::fuzz {
 
@@ -28,7 +29,9 @@ struct Carried {
 /// One rank's part of a segment.
 class Player {
  public:
-  Player(const Case& which, const Segment& segment, ProcessGroup group, const Carried& carried);
+  /// `scratch`: folder for the checkpoints of this player's resumes, the same on all ranks.
+  Player(const Case& which, const Segment& segment, ProcessGroup group, const Carried& carried,
+         std::string scratch);
 
   Record play(const Item& event, int number);
   /// The same, with what Lockstep takes over from this rank.
@@ -37,13 +40,16 @@ class Player {
   void barrier() { group_.barrier(); }
 
  private:
+  void make(uint64_t seed);
   void load();
+  void resume(int number);
   at::ScalarType other_dtype() const;
   at::Tensor loss(const Item& event, int number, int micro, int micros);
   void zero_grad(const Item& event);
   void spring(const Item& event, int number);
   void train(const Item& event, int number, Record& record);
   void gradients(const Item& event, int number, bool clear_between, Record& record);
+  bool unscale();
   void join_event(const Item& event, int number);
   void evaluate(const Item& event, int number, Record& record);
   void set_trainable(const Item& event, bool on);
@@ -51,9 +57,12 @@ class Player {
   void change_lr(const Item& event);
 
   const Case& which_;
-  ProcessGroup group_;
+  const Item& wrapper_;
+  ProcessGroup group_, inner_;  ///< All ranks; those that train together.
   const Carried& carried_;
+  std::string scratch_;
   std::unique_ptr<Subject> subject_;
+  GradScaler scaler_;
   std::optional<LocalSgdGroups> apart_;  ///< Groups that train apart.
   std::unique_ptr<LocalSgd> local_sgd_;
   bool cleared_ = true;  ///< No gradient is left from an earlier step.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <mutex>
 
 #include <fmt/format.h>
@@ -50,6 +51,21 @@ BufferSync buffer_rule(const Item& wrapper) {
   return rule == "mean"   ? BufferSync::mean
          : rule == "none" ? BufferSync::none
                           : BufferSync::broadcast;
+}
+
+double norm_type(const Item& event) {
+  return event.text("norm_of") == "inf" ? INFINITY : event.real("norm_of", 2);
+}
+
+bool shows_norm_of_step(const Item& wrapper, const Item& event) {
+  return wrapper.flag("track_norm") && event.kind == "step" && !event.has("closure") &&
+         !event.has("clip") && !event.has("norm_of");
+}
+
+Case twin_of(const Case& which) {
+  auto twin = which;
+  twin.seed += 1000003;
+  return twin;
 }
 
 Trap trap_of(const Item& event) {
@@ -120,12 +136,23 @@ struct Truth {
   std::string thrown;
 };
 
+void append(Record& record, Record of_twin) {
+  for (auto& [name, tensor] : of_twin) record.emplace_back(name + " of the twin", tensor);
+}
+
 Truth plain_truth(const Case& which) {
   Truth truth;
-  PlainGroups plain(which);
+  const auto other = twin_of(which);
+  PlainGroups plain(which), twin(other);
   for (size_t i = 0; i < which.story.size(); ++i) {
     try {
-      truth.records.push_back(plain.play(which.story[i], static_cast<int>(i)));
+      auto records = plain.play(which.story[i], static_cast<int>(i));
+      if (which.wrapper.flag("twin")) {
+        auto of_twin = twin.play(which.story[i], static_cast<int>(i));
+        for (size_t rank = 0; rank < records.size(); ++rank)
+          append(records[rank], std::move(of_twin[rank]));
+      }
+      truth.records.push_back(std::move(records));
     } catch (const std::exception& error) {
       truth.thrown = error.what();
       return truth;
@@ -167,6 +194,8 @@ Played run_segment(const Case& which, const Segment& segment, const Truth& truth
   const Carried before = carried;
   const bool stores = segment.end < which.story.size() && which.story[segment.end].flag("folder");
   const auto folder = stores ? std::make_shared<testing::TemporaryFolder>() : nullptr;
+  const testing::TemporaryFolder scratch;  // of resumes
+  const auto other = twin_of(which);
   std::mutex mutex;
   std::vector<Expectation> due;
   size_t comparable = std::min(segment.end, truth.records.size());
@@ -188,7 +217,10 @@ Played run_segment(const Case& which, const Segment& segment, const Truth& truth
           Progress& mine;
           ~End() { mine.ended = Clock::now(); }
         } end{mine};
-        Player player(which, segment, group, before);
+        Player player(which, segment, group, before, scratch.path() + "/one");
+        std::optional<Player> twin;
+        if (which.wrapper.flag("twin"))
+          twin.emplace(other, segment, group, before, scratch.path() + "/twin");
         for (size_t i = segment.begin; i < segment.end; ++i) {
           mine.event = i;
           mine.begun = Clock::now();
@@ -198,6 +230,7 @@ Played run_segment(const Case& which, const Segment& segment, const Truth& truth
             continue;
           }
           auto record = player.play(which.story[i], number);
+          if (twin) append(record, twin->play(which.story[i], number));
           if (i >= comparable) continue;
           if (rounded) {
             played.seen[i - segment.begin][rank].record = std::move(record);
@@ -287,6 +320,32 @@ Outcome outcome_of(const std::exception_ptr& error) {
   }
 }
 
+/// What rounding took from parameters is part of a checkpoint, so training with "resume" has the
+/// bits of training without. (What it took from gradients is not.)
+std::optional<Finding> difference_by_resume(const Case& which, const Truth& truth) {
+  const auto& wrapper = which.wrapper;
+  const auto segments = segments_of(which);
+  if (wrapper.kind != "zero" || !wrapper.has("wire_parameters") || wrapper.has("wire_gradients") ||
+      segments.size() != 1)
+    return std::nullopt;
+  auto without = which;
+  bool resumes = false;
+  for (auto& event : without.story)
+    if (event.kind == "resume") event.kind = (resumes = true, "nothing");
+  if (!resumes) return std::nullopt;
+  Carried carried;
+  const auto with = run_segment(which, segments[0], truth, carried, true).seen;
+  const auto expected = run_segment(without, segments[0], truth, carried, true).seen;
+  for (size_t i = 0; i < std::min(with.size(), expected.size()); ++i)
+    for (size_t rank = 0; rank < with[i].size(); ++rank) {
+      const auto gap = difference(with[i][rank].record, expected[i][rank].record, 0);
+      if (!gap.empty())
+        return Finding{"difference", fmt::format("event {}, rank {}, with and without resumes: {}",
+                                                 i, rank, gap)};
+    }
+  return std::nullopt;
+}
+
 std::optional<Finding> run_case(const Case& which) {
   const auto truth = plain_truth(which);
   std::optional<Lockstep> lockstep;
@@ -307,7 +366,7 @@ std::optional<Finding> run_case(const Case& which) {
     }
     if (played.finding || played.ended) return played.finding;
   }
-  return std::nullopt;
+  return difference_by_resume(which, truth);
 }
 
 }  // namespace tessera::fuzz

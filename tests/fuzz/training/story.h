@@ -38,6 +38,15 @@ at::Tensor forward_loss(const Forward& forward, const Net& net, const Item& even
   return loss / micros;
 }
 
+/// The p of the norm that an event with "norm_of" measures.
+double norm_type(const Item& event);
+
+/// Whether the norm of a step's gradients that the wrapper knows afterwards is compared.
+bool shows_norm_of_step(const Item& wrapper, const Item& event);
+
+/// The case of a second model that trains beside that of `which` ("twin").
+Case twin_of(const Case& which);
+
 /// What an event with a "trap" sets.
 Trap trap_of(const Item& event);
 

@@ -25,10 +25,14 @@ class Subject {
   virtual at::Tensor forward(const Batch& batch) { return net_->forward(batch); }
   virtual void backward(const at::Tensor& loss, bool retain) { loss.backward({}, retain); }
   virtual NoSync no_sync() = 0;
-  virtual double clip_norm();
+  virtual double clip_norm(double max_norm, double norm_type);
   virtual void clip_value();
   /// Multiplies the gradients that the optimizer will use, as the user's code would.
-  virtual void scale_gradients(double factor);
+  void scale_gradients(double factor);
+  /// These gradients.
+  virtual std::vector<at::Tensor> gradients();
+  /// Of the last step(), where the wrapper knows it.
+  virtual double norm_of_step() { return 0; }
   using Closure = torch::optim::Optimizer::LossClosure;
   virtual void step(const Closure& closure) { optimizer().step(closure); }
   virtual void zero_grad(bool set_to_none);
@@ -43,7 +47,7 @@ class Subject {
   virtual OptimizerStateDict optimizer_state();
   virtual void load(const ModuleStateDict& weights, const OptimizerStateDict& state);
   /// Writes a checkpoint of weights and optimizer state to `folder`, by shards. Collective.
-  void save(const std::string& folder, const ProcessGroup& group);
+  void save(const std::string& folder, const ProcessGroup& group, LocalSgd* local_sgd = nullptr);
   /// Reads what save() has written, in any wrapper and world. Options are not part of it.
   void load(const std::string& folder);
   /// Runs `change` while the parameters are whole.
@@ -76,6 +80,9 @@ class Subject {
 
   std::shared_ptr<Net> net_;
 };
+
+/// Reads what Subject::save() has written of a LocalSgd, with the entries and numbers of `like`.
+void load_local_sgd(LocalSgd& local_sgd, const LocalSgd::State& like, const std::string& folder);
 
 /// The wrapper that `wrapper` describes. Collective.
 std::unique_ptr<Subject> make_subject(const Case& which, const Item& wrapper,

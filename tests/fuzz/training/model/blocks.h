@@ -31,10 +31,10 @@ class Block : public torch::nn::Module {
   int out_;
 };
 
-/// All kinds of blocks that make_block() accepts.
+/// The kinds of blocks from which models are drawn first. There is "complex", too.
 const std::vector<std::string>& block_kinds();
 
-/// `which.kind` is one of block_kinds(). Value "out": channels of the output, for kinds that can
+/// Value "out": channels of the output, for kinds that can
 /// change their number.
 std::shared_ptr<Block> make_block(const Item& which, int in);
 

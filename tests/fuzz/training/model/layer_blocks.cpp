@@ -65,6 +65,7 @@ std::shared_ptr<Block> make_layer_block(const Item& which, int in) {
     block = std::make_shared<LayerBlock>(in);
     auto options = nn::EmbeddingOptions(kVocabulary, in);
     if (which.flag("padding")) options.padding_idx(0);
+    if (which.flag("sparse")) options.sparse(true);
     auto layer = block->add("layer", nn::Embedding(options));
     block->set([=](const Flow& flow) mutable { return flow.hidden + layer(flow.tokens); });
   } else if (kind == "embedding_bag") {

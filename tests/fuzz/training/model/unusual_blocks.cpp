@@ -168,6 +168,12 @@ std::shared_ptr<Block> make_unusual_block(const Item& which, int in) {
   if (kind == "custom")
     return own(in, {{"scale", torch::rand({in}) + 0.5}},
                [](OwnBlock& b, const Flow& f) { return ScaleFunction::apply(f.hidden, b.own[0]); });
+  if (kind == "complex")
+    return own(out, {{"weight", torch::complex(matrix(out, in), matrix(out, in))}},
+               [](OwnBlock& b, const Flow& f) {
+                 const auto x = torch::complex(f.hidden, 0.5 * f.hidden);
+                 return torch::real(x.matmul(b.own[0].t()));
+               });
   if (kind == "double_layer") return std::make_shared<DtypeBlock>(in, out, at::kDouble);
   if (kind == "bfloat16_layer") return std::make_shared<DtypeBlock>(in, out, at::kBFloat16);
   if (kind == "half_layer")  // libtorch 1.13 has no matrix products in float16 on the CPU

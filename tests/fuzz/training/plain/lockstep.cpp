@@ -80,7 +80,7 @@ Lockstep::Bound Lockstep::bound_of(const std::string& name, const Item& wrapper,
   // An evaluation behind the step computes with weights that were rounded in it.
   const bool behind = event.kind == "step" && event.flag("then_evaluate") && name == "output";
   if (!is_weight(name) && !is_state(name))
-    return name == "norm" || behind ? Bound::finite : computed;
+    return starts_with(name, "norm") || behind ? Bound::finite : computed;
   if (event.kind != "step" && event.kind != "join") return Bound::equal;
   if (event.kind == "join") return Bound::finite;  // several steps
   if (is_weight(name) && buffers_.count(name.substr(std::string("weight ").size())))

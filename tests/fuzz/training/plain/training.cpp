@@ -4,28 +4,58 @@
 #include <cmath>
 
 #include <torch/nn.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/optim/sgd.h>
 
 #include "fuzz/training/story.h"
 #include "tessera/optim/master_weights.h"
 
 namespace tessera::fuzz {
 
+namespace {
+
+/// A program's own optimizer, whose step depends on the norm of a whole parameter's gradient.
+class Normalized : public torch::optim::Optimizer {
+ public:
+  Normalized(std::vector<torch::optim::OptimizerParamGroup> groups, double lr)
+      : Optimizer(std::move(groups), std::make_unique<torch::optim::SGDOptions>(lr)) {}
+  at::Tensor step(LossClosure closure) override {
+    at::Tensor loss;
+    if (closure) {
+      at::AutoGradMode with_grad(true);
+      loss = closure();
+    }
+    at::NoGradGuard no_grad;
+    for (auto& group : param_groups()) {
+      for (auto& parameter : group.params()) {
+        const auto& gradient = parameter.grad();
+        if (!gradient.defined()) continue;
+        const double norm = gradient.to(at::kDouble).norm().item<double>();
+        parameter.sub_(gradient, group.options().get_lr() / (1 + norm));
+      }
+    }
+    return loss;
+  }
+};
+
+}  // namespace
+
 OptimizerFactory optimizer_of(const Case& which) {
+  if (which.optimizer.kind == "LBFGS")
+    return optimizer_factory<torch::optim::LBFGS>(
+        torch::optim::LBFGSOptions(which.optimizer.real("lr", 0)).max_iter(4));
+  if (which.optimizer.kind == "normalized") {
+    const double lr = which.optimizer.real("lr", 0);
+    return [lr](std::vector<torch::optim::OptimizerParamGroup> groups) {
+      return std::make_unique<Normalized>(std::move(groups), lr);
+    };
+  }
   OptionMap options;
   for (const auto& [name, value] : which.optimizer.values)
     if (name == "amsgrad" || name == "nesterov" || name == "centered") options[name] = true;
     else if (name != "master_weights") options[name] = std::stod(value);
   auto factory = default_optimizers().factory(which.optimizer.kind, options);
   return which.optimizer.flag("master_weights") ? with_master_weights(factory) : factory;
-}
-
-at::Tensor tree_sum(const std::vector<at::Tensor>& tensors) {
-  if (tensors.size() == 1) return tensors[0];
-  size_t left = 1;
-  while (2 * left < tensors.size()) left *= 2;
-  const auto middle = tensors.begin() + static_cast<std::ptrdiff_t>(left);
-  const auto a = tree_sum({tensors.begin(), middle}), b = tree_sum({middle, tensors.end()});
-  return a.defined() && b.defined() ? a + b : a.defined() ? a : b;
 }
 
 double lr_of_second_group(const Case& which, const Item& wrapper) {
@@ -45,30 +75,12 @@ std::vector<at::Tensor> gradients_of(const NamedParameters& parameters) {
   return gradients;
 }
 
-/// Module::zero_grad() leaves gradients of zero; libtorch 2 makes them undefined.
-bool zero_grad_keeps_zeros() {
-  at::AutoGradMode with_grad(true);
-  torch::nn::PReLU module;
-  module(torch::ones({1})).sum().backward();
-  module->zero_grad();
-  return module->weight.grad().defined();
-}
-
-bool sixteen_bits(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
-
 /// All values except those of the parameters `local`.
 void take_values(Net& net, const ModuleStateDict& values, const std::set<std::string>& local) {
   auto mixed = state_dict(net);
   for (size_t i = 0; i < mixed.size(); ++i)
     if (!local.count(mixed[i].first)) mixed[i] = values[i];
   load_state_dict(net, mixed);
-}
-
-std::vector<at::Tensor> parameters_of(torch::optim::Optimizer& optimizer) {
-  std::vector<at::Tensor> parameters;
-  for (const auto& group : optimizer.param_groups())
-    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
-  return parameters;
 }
 
 }  // namespace
@@ -210,6 +222,10 @@ void PlainTraining::backward(int rank, const at::Tensor& loss, bool retain) {
       own = at::Tensor();
     }
   }
+  for (const auto& item : replica.parameters) {
+    auto& gradient = item.second.mutable_grad();
+    if (gradient.defined() && gradient.is_sparse()) gradient = gradient.to_dense();
+  }
 }
 
 void PlainTraining::train(const Item& event, int number, std::vector<Record>& records) {
@@ -218,6 +234,7 @@ void PlainTraining::train(const Item& event, int number, std::vector<Record>& re
   const int absent = event.number("absent", -1);
   const bool between = event.text("when") == "between";
   const bool after = event.text("when") == "after" && cleared_;
+  if (which_.optimizer.kind == "LBFGS") return minimize(event, number, records);
   if (event.has("trap")) spring(event, number);
   std::vector<at::Tensor> kept;
   if (event.flag("kept_graph")) {
@@ -248,6 +265,12 @@ void PlainTraining::train(const Item& event, int number, std::vector<Record>& re
   std::vector<std::vector<at::Tensor>> own;
   for (auto& replica : replicas_) own.push_back(gradients_of(replica.parameters));
   finish_gradients(ranks, world());
+  if (event.has("scaler") && !finite_gradients()) {  // GradScaler skips the step
+    zero_grad();
+    cleared_ = true;
+    return;
+  }
+  add_norms(event, records);
   if (event.has("clip")) {
     const double norm = clip(event);
     for (auto& record : records)
@@ -373,146 +396,6 @@ void PlainTraining::move(const Item& event) {
     if (!event.flag("folder")) continue;
     for (auto& group : replica.optimizer->param_groups()) group.options().set_lr(lr);
   }
-}
-
-void PlainTraining::sync_buffers(const std::vector<int>& active) {
-  if (buffer_rule(wrapper_) == BufferSync::none) return;
-  const auto buffers = [&](int rank) { return replicas_[rank].net->buffers(); };
-  const auto count = buffers(0).size();
-  for (size_t i = 0; i < count; ++i) {
-    auto value = buffers(active.front())[i].clone();
-    if (buffer_rule(wrapper_) == BufferSync::mean && at::isFloatingType(value.scalar_type())) {
-      std::vector<at::Tensor> of_ranks(replicas_.size());
-      const auto dtype = sixteen_bits(value.scalar_type()) ? at::kFloat : value.scalar_type();
-      for (const int rank : active) of_ranks[rank] = buffers(rank)[i].to(dtype);
-      value =
-          tree_sum(of_ranks).to(value.scalar_type()) * (1.0 / static_cast<double>(active.size()));
-    }
-    at::AutoDispatchBelowADInplaceOrView keep_versions;
-    for (int rank = 0; rank < world(); ++rank) buffers(rank)[i].copy_(value);
-  }
-}
-
-void PlainTraining::before_forward(const std::vector<int>& active) {
-  if (is("ddp") || is("ddp_zero")) sync_buffers(active);
-}
-
-void PlainTraining::after_backward(const std::vector<int>& active, double divisor) {
-  if (reduce_ == Reduce::in_step) return;
-  if (reduce_ == Reduce::after_backward) {
-    set_gradients(average(active, scale_of(divisor)));
-  } else {
-    // The sum is scaled and added in one operation, unless shard groups are replicated.
-    const auto strategy = wrapper_.text("strategy");
-    const bool replicated = world() > 1 && (strategy == "none" || strategy == "hybrid");
-    const double later = replicated ? 1 : scale_of(divisor);
-    const auto means = average(active, replicated ? scale_of(divisor) : 1);
-    shard_gradients_.resize(means.size());
-    for (size_t i = 0; i < means.size(); ++i) {
-      if (!means[i].defined()) continue;
-      auto& sum = shard_gradients_[i];
-      if (sum.defined()) sum.add_(means[i], later);
-      else sum = means[i] * later;
-    }
-    for (auto& replica : replicas_)
-      for (auto& item : replica.parameters) item.second.mutable_grad() = at::Tensor();
-  }
-  if (is("distributed_optimizer") || is("zero")) return;  // with the step
-  // Under FSDP a backward that reduces nothing, as one to inputs alone, is local.
-  const auto& parameters = replicas_[0].parameters;
-  const bool reduces = std::any_of(parameters.begin(), parameters.end(), [](const auto& parameter) {
-    return parameter.second.requires_grad();
-  });
-  if (is("fsdp") && !reduces) return;
-  sync_buffers(active);
-}
-
-std::vector<at::Tensor> PlainTraining::average(const std::vector<int>& active, double scale) const {
-  std::vector<at::Tensor> means;
-  for (size_t i = 0; i < replicas_[0].parameters.size(); ++i) {
-    const auto& [name, parameter] = replicas_[0].parameters[i];
-    const auto sent = sent_dtype(parameter.scalar_type());
-    const bool compressed = wrapper_.has("hook");
-    std::vector<at::Tensor> of_ranks(replicas_.size());
-    for (const int rank : active) {
-      auto gradient = replicas_[rank].parameters[i].second.grad();
-      if (!gradient.defined() || local_.count(name)) continue;
-      if (compressed) gradient = (gradient * (1.0 / world())).to(sent);
-      of_ranks[rank] = sixteen_bits(sent) ? gradient.to(at::kFloat) : gradient.clone();
-    }
-    at::Tensor sum = tree_sum(of_ranks);
-    // A sum of 16-bit numbers is rounded, then scaled. A hook's result is a mean over all ranks.
-    const double factor = compressed ? scale * world() : scale;
-    if (sum.defined()) sum = sum.to(sent).to(parameter.scalar_type());
-    means.push_back(sum.defined() && factor != 1 ? sum * factor : sum);
-  }
-  return means;
-}
-
-at::ScalarType PlainTraining::sent_dtype(at::ScalarType own) const {
-  const auto hook = wrapper_.text("hook");
-  return hook == "fp16" ? at::kHalf : hook == "bf16" ? at::kBFloat16 : own;
-}
-
-double PlainTraining::scale_of(double divisor) const {
-  return is("distributed_optimizer") && wrapper_.text("reduce") == "sum" ? 1 : 1 / divisor;
-}
-
-void PlainTraining::set_gradients(const std::vector<at::Tensor>& gradients) {
-  for (auto& replica : replicas_)
-    for (size_t i = 0; i < gradients.size(); ++i) {
-      auto& [name, parameter] = replica.parameters[i];
-      if (local_.count(name)) continue;
-      parameter.mutable_grad() = gradients[i].defined() ? gradients[i].clone() : at::Tensor();
-    }
-}
-
-void PlainTraining::finish_gradients(const std::vector<int>& active, double divisor) {
-  if (reduce_ == Reduce::in_step) set_gradients(average(active, scale_of(divisor)));
-  else if (reduce_ == Reduce::into_shards) set_gradients(shard_gradients_);
-}
-
-void PlainTraining::scale_gradients(double factor) {
-  for (auto& replica : replicas_)
-    for (auto& item : replica.parameters)
-      if (item.second.grad().defined()) item.second.mutable_grad().mul_(factor);
-  for (auto& gradient : shard_gradients_)
-    if (gradient.defined()) gradient.mul_(factor);
-}
-
-double PlainTraining::clip(const Item& event) {
-  double norm = 0;
-  for (auto& replica : replicas_) {
-    double squares = 0;
-    for (const auto& parameter : parameters_of(*replica.optimizer)) {
-      auto gradient = parameter.grad();
-      if (!gradient.defined() || gradient.numel() == 0) continue;
-      if (event.text("clip") == "value") gradient.clamp_(-0.05, 0.05);
-      else squares += gradient.to(at::kDouble).square().sum().item<double>();
-    }
-    if (event.text("clip") == "value") continue;
-    norm = std::sqrt(squares);
-    const double factor = kMaxNorm / (norm + 1e-6);
-    if (factor >= 1) continue;  // NaN scales, as in libtorch
-    for (const auto& parameter : parameters_of(*replica.optimizer)) {
-      auto gradient = parameter.grad();
-      if (gradient.defined()) gradient.mul_(factor);
-    }
-  }
-  return norm;
-}
-
-void PlainTraining::clear(const Item& event) {
-  if (event.text("zero") != "module") return zero_grad();
-  for (auto& replica : replicas_) replica.net->zero_grad();
-  for (auto& gradient : shard_gradients_)
-    if (gradient.defined()) gradient = zero_grad_keeps_zeros() ? gradient.zero_() : at::Tensor();
-}
-
-void PlainTraining::zero_grad() {
-  shard_gradients_.clear();
-  for (auto& replica : replicas_)
-    for (auto& item : replica.parameters) item.second.mutable_grad() = at::Tensor();
 }
 
 }  // namespace tessera::fuzz

@@ -59,6 +59,7 @@ class PlainTraining {
   bool is(const char* kind) const { return wrapper_.kind == kind; }
 
   void train(const Item& event, int number, std::vector<Record>& records);
+  void minimize(const Item& event, int number, std::vector<Record>& records);
   Net& computing(int rank);
   void backward(int rank, const at::Tensor& loss, bool retain = false);
   at::Tensor replica_loss(const Item& event, int number, int micro, int rank, int micros);
@@ -80,6 +81,8 @@ class PlainTraining {
   void set_gradients(const std::vector<at::Tensor>& gradients);
   /// Averages what has not been averaged yet; `.grad` of all replicas is what the optimizer uses.
   void finish_gradients(const std::vector<int>& active, double divisor);
+  bool finite_gradients() const;
+  void add_norms(const Item& event, std::vector<Record>& records) const;
   double clip(const Item& event);
   void scale_gradients(double factor);
   /// What the event's zero_grad does.
