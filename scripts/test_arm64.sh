@@ -104,8 +104,9 @@ cmake --build "$build" -j "$(nproc)" --target tessera_cli tessera_train_cli $pro
 lacking=BucketMemory.AGradientThatMovesIsInMemoryOnce:ConfigTest.HostileFilesAreRefusedAtOnce
 echo "test_arm64: not run under qemu: $lacking"
 # Each test has four times its limit of time.
+cores=$(nproc)  # which is OMP_NUM_THREADS where that is set
 export OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1
-emulated env "GTEST_FILTER=-$lacking" ctest --test-dir "$build" -L "$label" -j "$(nproc)" \
+emulated env "GTEST_FILTER=-$lacking" ctest --test-dir "$build" -L "$label" -j "$cores" \
   --output-on-failure
 # The evaluation and the sample at the end would take longer than the steps.
 emulated "$build/bin/tessera" train -n 2 configs/demo.yaml train.steps=5 train.log_every=1 \
