@@ -171,9 +171,9 @@ void vary_optimizer(Random& random, Case& which) {
 void vary_steps(Random& random, Case& which) {
   const auto& values = which.wrapper.values;
   const bool local = values.count("local_group") || values.count("ignored");
-  // Steps that are skipped do not show another learning rate of one rank.
+  // Steps that are skipped do not show another learning rate of one rank, or a converted module.
   const bool equal = std::none_of(which.story.begin(), which.story.end(), [](const Item& event) {
-    return event.kind == "lr" && event.has("rank");
+    return (event.kind == "lr" && event.has("rank")) || event.kind == "to_dtype";
   });
   const bool scales = equal && !rounds(which) && !values.count("local_sgd") &&
                       !values.count("hook") && !any_move_has(which, "hook") &&
