@@ -154,6 +154,21 @@ TEST_F(KeepBestTest, AnEarlyStopSavesTheBestWeights) {
   }
 }
 
+TEST_F(KeepBestTest, ARunThatHasStoppedEarlyDoesNotTrainAgain) {
+  for (const auto& wrapper : testing::kWrappers) {
+    std::filesystem::remove_all("run");
+    train_ranks(2, {kStop, "checkpoint.folder=run", wrapper});
+    const auto again = train_ranks(3, {kStop, "checkpoint.folder=run", wrapper});
+    EXPECT_EQ(again.losses.size(), 0u) << wrapper;
+    EXPECT_THAT(out_, HasSubstr("early stop: the run has ended"));
+    EXPECT_EQ(saved_height(), 5) << wrapper;
+  }
+  const auto longer = train_ranks(2, {"train.early_stop={patience: 4, metric: peak, mode: max}",
+                                      "checkpoint.folder=run", testing::kWrappers[0]});
+  EXPECT_EQ(longer.losses.size(), 1u);
+  EXPECT_EQ(saved_height(), 5);
+}
+
 TEST_F(KeepBestTest, ARunToItsEndSavesTheBestWeightsToo) {
   train_ranks(2, {"train.early_stop={patience: 100, metric: peak, mode: max}"});
   EXPECT_EQ(saved_height(), 5);

@@ -52,6 +52,10 @@ void Run::placing_errors(const std::function<void()>& part) {
 void Run::begin() {
   report_start(context_, *data_, models_.weights(), checkpoints_->resumed(), now_.done);
   now_.result.first_step = now_.done;
+  if (best_->has_stopped()) {
+    stops_.stop();
+    context_.say("early stop: the run has ended; a larger train.early_stop.patience continues it");
+  }
   call_hooks(&RunHook::before_run, now_.record.figures);
   run_due_evaluation();
   data_->start(now_.done);

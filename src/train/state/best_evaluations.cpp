@@ -110,7 +110,11 @@ void BestEvaluations::save_state(BestState& state) const {
 }
 
 std::string BestEvaluations::load_state(const BestState& state, bool own) {
-  if (stop_ && state.early_stop) stop_->load_state(*state.early_stop);
+  if (stop_ && state.early_stop) {
+    auto saved = *state.early_stop;
+    saved.stopped = saved.stopped && own && saved.waited >= stop_config_.patience;
+    stop_->load_state(saved);
+  }
   if (stop_) best_ = state.weights;
   if (!own || !state.kept || keep_config_.count == 0) return "";
   const auto& [metric, larger, steps] = *state.kept;

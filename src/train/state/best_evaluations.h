@@ -54,6 +54,9 @@ class BestEvaluations {
   /// `own`: the checkpoint is in this run's folder, with the other kept checkpoints. Returns a
   /// warning; "": none.
   std::string load_state(const BestState& state, bool own);
+  /// True if an early stop has ended this run. A larger patience continues it, as does a run that
+  /// begins with its checkpoint.
+  bool has_stopped() const { return stop_ && stop_->state().stopped; }
 
  private:
   const EarlyStopConfig& stop_config_;
