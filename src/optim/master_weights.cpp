@@ -41,10 +41,10 @@ void add_to_packs(std::vector<Pack>& packs, const at::Tensor& param, const at::T
                       optim::is_listed(param, param.grad()) && copy.strides() == param.strides();
   const auto takes = [&](const Pack& pack) {
     const auto& first = pack.params[0];
-    return listed && optim::is_listed(first, first.grad()) && first.device() == param.device() &&
+    return optim::is_listed(first, first.grad()) && first.device() == param.device() &&
            first.scalar_type() == param.scalar_type() && pack.numel + param.numel() <= kTogether;
   };
-  auto found = std::find_if(packs.begin(), packs.end(), takes);
+  auto found = listed ? std::find_if(packs.begin(), packs.end(), takes) : packs.end();
   if (found == packs.end()) found = packs.emplace(packs.end());
   found->params.push_back(param);
   found->copies.push_back(copy);

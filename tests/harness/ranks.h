@@ -38,7 +38,7 @@ inline std::vector<std::exception_ptr> run_ranks_catching(int world, const RankB
         place.store = store;
         place.hosts = hosts;
         place.same_host = comm::all_equal(hosts);
-        place.start_group.communicator = communicators[rank];
+        if (options.backend == Backend::MPI) place.start_group.communicator = communicators[rank];
         auto transport = comm::make_transport(place);
         body(ProcessGroup(
                  std::make_shared<ProcessGroup::Impl>(std::move(place), std::move(transport))),

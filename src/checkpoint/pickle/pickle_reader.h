@@ -17,12 +17,12 @@
 namespace tessera::pickle {
 
 inline constexpr size_t kMaxPickleBytes = 16 << 20;
-inline constexpr size_t kMaxValueBytes = 48 << 20;  // memory of the values of one pickle
 
-/// Takes time proportional to the pickle's bytes, and at most kMaxValueBytes beside it. Throws
-/// UsageError, which begins with `where`. `pickle` may have other bytes behind the pickle;
-/// Values::pickle contains the pickle's bytes alone. `tensor_ids`: a persistent id may be a text,
-/// as PyTorch 0.1 wrote it. It stands for a tensor with only this text, in Values::tensor_ids.
+/// Takes time proportional to the pickle's bytes, and at most kMaxValueBytes (pickle_stack.h)
+/// beside it. Throws UsageError, which begins with `where`. `pickle` may have other bytes behind
+/// the pickle; Values::pickle contains the pickle's bytes alone. `tensor_ids`: a persistent id may
+/// be a text, as PyTorch 0.1 wrote it. It stands for a tensor with only this text, in
+/// Values::tensor_ids.
 Values read_pickle(const std::string& where, std::string pickle, bool tensor_ids = false);
 
 }  // namespace tessera::pickle

@@ -1,16 +1,18 @@
 #pragma once
 
-#include <cstring>
+#include <cstdint>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include <fmt/format.h>
 
-#include "checkpoint/pickle/pickle_reader.h"
+#include "checkpoint/pickle/pickle_values.h"
 #include "tessera/error.h"
 
 namespace tessera::pickle {
+
+inline constexpr size_t kMaxValueBytes = 48 << 20;  // memory of the values of one pickle
 
 /// Reads the bytes of a pickle in their order. Errors begin with `where`.
 class Text {

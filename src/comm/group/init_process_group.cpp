@@ -77,7 +77,7 @@ void choose_network(comm::World& world) {
     const auto route = comm::fastest_route(
         world, named ? std::vector<comm::NetworkInterface>() : comm::network_interfaces());
     world.address = route.address;
-    if (route.over_mpi) world.options.backend = Backend::MPI;
+    if (!route.over_mpi) world.start_group.communicator.reset();
   } catch (const BrokenWorldError& error) {
     detail::report_broken(error.ranks(), error.what());
     throw;
@@ -89,8 +89,10 @@ ProcessGroup connected(comm::World world, comm::StoreRendezvous rendezvous) {
   world.hosts = std::move(rendezvous.hosts);
   world.same_host = comm::all_equal(world.hosts);
   world.address = std::move(rendezvous.address);
-  if (!world.same_host && world.options.backend != Backend::MPI) choose_network(world);
-  if (world.options.backend != Backend::MPI) world.start_group.communicator.reset();
+  if (world.options.backend != Backend::MPI) {
+    if (world.same_host) world.start_group.communicator.reset();
+    else choose_network(world);
+  }
   warn_of_threads(world);
   world.failures = std::make_shared<comm::ProcessFailures>();
   auto transport = comm::make_transport(world);

@@ -36,7 +36,8 @@ std::unique_ptr<Mailbox> make_gloo_mailbox(const World& world) {
 }
 
 std::unique_ptr<Mailbox> make_default_mailbox(const World& world) {
-  if (world.options.backend == Backend::MPI) return make_communicator_mailbox(world);
+  if (world.options.backend == Backend::MPI || world.start_group.communicator)
+    return make_communicator_mailbox(world);
   const char* const transport = std::getenv("GLOO_DEVICE_TRANSPORT");
   const bool other = transport && *transport && std::string(transport) != "TCP";
   return other ? make_gloo_mailbox(world) : make_tcp_mailbox(world);

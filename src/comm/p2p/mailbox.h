@@ -42,8 +42,9 @@ class Mailbox {
 /// BrokenWorldError when they do not, and UsageError for a GLOO_SOCKET_IFNAME without an address.
 std::unique_ptr<Mailbox> make_tcp_mailbox(const World& world);
 
-/// make_communicator_mailbox() with Backend::MPI, else make_gloo_mailbox() if GLOO_DEVICE_TRANSPORT
-/// selects a transport of Gloo other than TCP, such as TCP_TLS; else make_tcp_mailbox().
+/// make_communicator_mailbox() if MPI carries the messages, else make_gloo_mailbox() if
+/// GLOO_DEVICE_TRANSPORT selects a transport of Gloo other than TCP, such as TCP_TLS; else
+/// make_tcp_mailbox().
 std::unique_ptr<Mailbox> make_default_mailbox(const World& world);
 
 /// Connects the members through Gloo; on loopback alone when the world is on one host. Collective:
