@@ -21,22 +21,11 @@ FIGURES = {"step_ms": "ms", "peak_rss_mib": "MiB", "arrived_mib": "MiB in"}
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
-def agent_of(hosts, folder):
-    """What mpirun calls in place of ssh."""
-    agent = pathlib.Path(folder) / "agent"
-    names = " ".join(f"{address}) name={name};;" for address, name in zip(ADDRESSES, hosts.names))
-    agent.write_text(f'#!/bin/sh\ncase $1 in {names} esac\nshift\n'
-                     'exec ip netns exec $name unshare --uts sh -c "hostname $name; $*"\n')
-    agent.chmod(0o755)
-    return agent
-
-
 def command(hosts, folder, program):
     if hosts is None:
         return ["mpirun.openmpi", "--oversubscribe", "-n", "2", *program]
-    start = hosts.command(0, "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', hosts.names[0])
-    return [*start, "mpirun.openmpi", "--mca", "plm_rsh_agent", agent_of(hosts, folder), "--mca", "btl_tcp_if_include",
-            "192.0.2.0/24", "--host", ",".join(address + ":1" for address in ADDRESSES), "-n", "2", *program]
+    return hosts.mpirun("mpirun.openmpi", "--mca", "plm_rsh_agent", hosts.rsh_agent(folder), "--mca", "btl_tcp_if_include",
+                        "192.0.2.0/24", "--host", ",".join(address + ":1" for address in ADDRESSES), "-n", "2", *program)
 
 
 def run(hosts, folder, program):

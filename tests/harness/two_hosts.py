@@ -1,5 +1,5 @@
 """Two hosts, which are two network namespaces that a cable connects, and strangers that disturb them."""
-import itertools, os, re, shutil, signal, subprocess
+import itertools, os, pathlib, re, shutil, signal, subprocess
 
 ADDRESSES = ["192.0.2.1", "192.0.2.2"]  # TEST-NET-1
 SECOND_ADDRESS = "192.0.2.9"  # of host 0
@@ -93,6 +93,19 @@ class TwoHosts:
 
     def command(self, host, *words):
         return ["ip", "netns", "exec", self.names[host], *map(str, words)]
+
+    def rsh_agent(self, folder):
+        """A program in `folder` that mpirun calls in place of ssh. Each host has its namespace's name."""
+        agent = pathlib.Path(folder) / "agent"
+        names = " ".join(f"{address}) name={name};;" for address, name in zip(ADDRESSES, self.names))
+        agent.write_text(f'#!/bin/sh\nwhile case $1 in -*) ;; *) false;; esac; do shift; done\ncase $1 in {names} esac\nshift\n'
+                         'exec ip netns exec $name unshare --uts sh -c "hostname $name; $*"\n')
+        agent.chmod(0o755)
+        return agent
+
+    def mpirun(self, *words):
+        """The command on host 0 that has its namespace's name, for mpirun to know it from host 1."""
+        return self.command(0, "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', self.names[0], *words)
 
     def remove(self):
         for name in self.names:

@@ -153,12 +153,7 @@ class Mpi:
         self.addCleanup(hosts.remove)
         two_hosts.ip("-n", hosts.names[0], "address", "del", two_hosts.SECOND_ADDRESS + "/24", "dev", hosts.cables[0])
         with tempfile.TemporaryDirectory() as folder:
-            agent = pathlib.Path(folder) / "agent"
-            names = " ".join(f"{address}) name={name};;" for address, name in zip(two_hosts.ADDRESSES, hosts.names))
-            agent.write_text(f'#!/bin/sh\nwhile case $1 in -*) ;; *) false;; esac; do shift; done\ncase $1 in {names} esac\nshift\n'
-                             'exec ip netns exec $name unshare --uts sh -c "hostname $name; $*"\n')
-            agent.chmod(0o755)
-            before = hosts.command(0, "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', hosts.names[0])
+            agent, before = hosts.rsh_agent(folder), hosts.mpirun()
             places = ",".join(address + ":2" for address in two_hosts.ADDRESSES)
             words = [word.format(agent=agent, places=places, cable=hosts.cables[0]) for word in self.two_hosts]
             text = self.run_case("start", 4, "single", before=before, words=words, UCX_TLS="tcp,self")
