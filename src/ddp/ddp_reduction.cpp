@@ -74,7 +74,6 @@ bool DdpReduction::overlaps_in_background() const {
 sharding::Lanes DdpReduction::lanes() const {
   const auto format = options_.wire.gradients;
   const size_t count = options_.comm_hook ? 1 : sharding::lanes_between_hosts(model_.group);
-  if (in_background_) return sharding::Lanes::with_first_apart(model_.group, format, count + 1);
   return {model_.group, format, count};
 }
 

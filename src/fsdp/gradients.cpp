@@ -1,6 +1,7 @@
 #include "fsdp/gradients.h"
 
 #include <algorithm>
+#include <set>
 
 #include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
@@ -45,14 +46,27 @@ bool none_may_follow(const ShardedModel& model, const FlatParameter& flat,
                      [&](size_t parameter) { return tracker.expected(parameter) > 0; });
 }
 
-/// With replicas of all parameters no gather shows that another rank uses a unit that this rank
-/// does not use.
-void meet_replicas(ShardedModel& model) {
+/// Another rank may reduce units that this rank has not reduced. If they were gathered before, no
+/// gather shows it. Where the shards are in common memory, a barrier follows anyway. Replicas meet
+/// when their shard groups have met: otherwise ranks may wait for each other in a circle.
+void meet_others(ShardedModel& model, const std::vector<FlatParameter*>& reduced) {
+  const std::set<const FlatParameter*> known(reduced.begin(), reduced.end());
+  if (std::all_of(model.flats.begin(), model.flats.end(),
+                  [&](const auto* flat) { return !flat->trainable || known.count(flat) > 0; }))
+    return;
+  const char* const tag = "end of backward without gradients of some units";
+  if (model.replicas.size() > 1 || !model.shares_memory()) model.shard_group.barrier(tag);
+  model.replicas.barrier(tag);
+}
+
+/// The same under no_sync(), where another rank may take memory for the gradients of other units.
+void meet_others_without_sync(ShardedModel& model) {
   const auto& flats = model.flats;
-  if (model.replicas.size() > 1 && std::any_of(flats.begin(), flats.end(), [](const auto* flat) {
-        return flat->trainable && !flat->gradients.reduced;
-      }))
-    model.replicas.barrier("end of backward without gradients of some units");
+  const bool alike = std::all_of(flats.begin(), flats.end(), [](const auto* flat) {
+    return !flat->trainable || flat->gradients.flat.defined();
+  });
+  if (model.shares_memory() || (alike && !model.has_diverged)) return;
+  model.shard_group.barrier("end of backward under no_sync()");
 }
 
 }  // namespace
@@ -197,6 +211,9 @@ void Gradients::reduce(FlatParameter& flat) {
     join_leader_.broadcast_event(GradientsReduced{flat.index, forwards_, gradients.has});
   reductions_.finish(flat);
   buffers_.displace(flat);
+  // Error feedback keeps a part of each value for the next reduction.
+  for (size_t m = 0; m < gradients.has.size(); ++m)
+    if (!gradients.has[m]) gradients.views[m].zero_();
   // Ranks that have made different numbers of passes would reduce gradients of different steps.
   const auto turn = model_.diverged ? 0 : order_.size(),
              backward = model_.diverged ? 0 : backwards_;
@@ -249,12 +266,16 @@ bool Gradients::end_backward() {
         if (flat->gradients.flat.defined() && !model_.diverged) reduce(*flat);
       }
       if (!model_.diverged) reductions_.finish_early();
-      if (may_diverge(model_, join_leader_) && !order_.empty()) meet_replicas(model_);
+      if (may_diverge(model_, join_leader_) && !order_.empty()) meet_others(model_, order_);
     });
     if (model_.diverged) reduce_in_order();
     reduced = take_reduced(model_) || reduced;
     if (reduced) ++backwards_;
     if (reduced) last_order_ = order_;
+  } else if (!tracker_.order().empty()) {
+    evenly([this] {
+      if (may_diverge(model_, join_leader_)) meet_others_without_sync(model_);
+    });
   }
   reductions_.end_backward();
   order_.clear();
@@ -280,6 +301,7 @@ bool Gradients::reduce_rest() {
 /// another rank has one.
 void Gradients::reduce_in_order() {
   reductions_.finish_all();
+  ShardedModel::meet(model_.replicas);
   reductions_.take_back([this](auto& flat, const auto& slot, const auto& used) {
     buffers_.take_back(flat, slot, used);
   });

@@ -20,11 +20,9 @@ namespace {
 // not delayed for it.
 constexpr size_t kMaxOpen = 2, kMaxOpenBetweenHosts = 3;
 
-/// Ranks that use other units than others must meet them, so gathers and reductions use the same
-/// lanes, or are compared in the same ones.
-sharding::Lanes lanes_of(const ShardedModel& model, WireFormat wire) {
-  const bool exact = model.gathers.group(0).impl() == model.shard_group.impl();
-  return exact ? model.gathers.encoded(wire) : sharding::Lanes(model.shard_group, wire, 1);
+/// Values that travel alike use the groups of the gathers.
+sharding::Lanes lanes_of(const ShardedModel& model, WireFormat wire, WireFormat of_gathers) {
+  return wire == of_gathers ? model.gathers : sharding::Lanes(model.shard_group, wire, 1);
 }
 
 /// The hooks that the program has registered on a tensor (register_hook).
@@ -53,7 +51,7 @@ Reductions::Reductions(ShardedModel& model, const FullyShardedDataParallelOption
       stats_(stats),
       join_leader_(join_leader),
       recover_(std::move(recover)),
-      shard_wire_(lanes_of(model, options.wire.gradients)),
+      shard_wire_(lanes_of(model, options.wire.gradients, options.wire.parameters)),
       replica_wire_(sharding::Lanes(model.replicas, options.wire.gradients, 1)),
       norms_([this] { refuse_own_norms(); }, [this] { return shard_gradients(); }),
       stream_(model.device()) {}

@@ -286,6 +286,7 @@ void Residency::begin_forward(bool full_precision) {
     if (followed_) join_leader_.broadcast_event(ForwardBegins{full_precision});
     synchronize_changes();
     turn_ = 0;
+    begin_ = clock_;
     for (auto& unit : model_.units) unit.note_versions();
   }
   ++forwards_;
@@ -300,18 +301,29 @@ void Residency::shadow_use(const UnitsUsed& event) {
 void Residency::end_forward(bool step_over) {
   const std::lock_guard lock(*model_.mutex);
   if (--forwards_ > 0) return;
+  const bool meets = may_follow(step_over);
   if (step_over) {
     end_step();
     copies_.wait();
   }
   if (followed_) join_leader_.broadcast_event(ForwardEnds{});
   try {
-    wait_for_readers("end of forward");
+    wait_for_readers("end of forward", meets);
   } catch (const comm::Diverged&) {
     diverge();
-    wait_for_readers("end of forward");
+    wait_for_readers("end of forward", may_follow(step_over));
     if (step_over) end_step();
   }
+}
+
+/// Whether another rank may gather a unit in this forward after this rank has left it. If no
+/// backward follows, the gather would meet a collective of the program.
+bool Residency::may_follow(bool step_over) const {
+  if (!units_may_differ(model_, join_leader_)) return false;
+  return (step_over && turn_ > 0) ||
+         std::any_of(model_.units.begin(), model_.units.end(), [&](const Unit& unit) {
+           return unit.state == Unit::State::released && (step_over || unit.last_use <= begin_);
+         });
 }
 
 void Residency::abandon_forward(bool step_over) {
@@ -338,16 +350,16 @@ void Residency::end_step() {
   order_ = UseOrder(model_.units.size());
   phase_ = Phase::forward;
   turn_ = 0;
-  for (auto& unit : model_.units) unit.last_use = 0;
+  for (auto& unit : model_.units) unit.last_use = begin_ = 0;
   for (auto* flat : model_.flats)
     for (auto* slots : {flat->compute.slots, flat->gradients.slots})
       if (slots) slots->sort_free();
 }
 
 /// See [Note: shards in common memory].
-void Residency::wait_for_readers(const char* tag) {
+void Residency::wait_for_readers(const char* tag, bool meets) {
   const comm::DivergenceScope scope(may_diverge(model_, join_leader_));
-  if (model_.shares_memory()) advised([&] { model_.shard_group.barrier(tag); });
+  if (model_.shares_memory() || meets) advised([&] { model_.shard_group.barrier(tag); });
 }
 
 void Residency::release_all() {
@@ -357,8 +369,8 @@ void Residency::release_all() {
   copies_.wait();
 }
 
-/// Releases on all ranks every unit that is still gathered and whose shards have changed on any
-/// rank.
+/// Releases on all ranks of the shard group every unit that is still gathered and whose shards have
+/// changed on any of them.
 void Residency::synchronize_changes() {
   if (model_.diverged) end_step();
   bool any_gathered = false;
@@ -370,11 +382,11 @@ void Residency::synchronize_changes() {
     changed.push_back(gathered && (unit.changed || unit.versions() != unit.gathered_versions));
   }
   if (!any_gathered) return;
-  if (model_.world.size() > 1) {
-    auto flags = at::tensor(changed, at::kInt).to(model_.world.control_device());
+  if (model_.shard_group.size() > 1) {
+    auto flags = at::tensor(changed, at::kInt).to(model_.shard_group.control_device());
     try {
       const comm::DivergenceScope scope(may_diverge(model_, join_leader_));
-      model_.world.all_reduce_async(flags, 1, "which gathered units have changed").wait();
+      model_.shard_group.all_reduce_async(flags, 1, "which gathered units have changed").wait();
     } catch (const comm::Diverged&) {  // other ranks are still in a backward under no_sync()
       diverge();
       return end_step();

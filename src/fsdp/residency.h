@@ -30,7 +30,9 @@ namespace tessera::fsdp {
 /// the end of the step, the ranks do not depend on each other's path: they gather all units,
 /// release none, and reduce all remaining gradients at the end of backward, in the order of the
 /// units, after an exchange of which parameters have gradients. Memory that they need meanwhile is
-/// no slot. The next step begins without a record of use.
+/// no slot. The next step begins without a record of use. A rank that has not used all units makes
+/// a barrier before it leaves a forward or backward, which meets what another rank still needs
+/// there. With replicas, shard groups learn of each other's divergence when they reduce.
 class Residency : public sharding::PageOwner {
  public:
   Residency(ShardedModel& model, const FullyShardedDataParallelOptions& options, FsdpStats& stats,
@@ -75,7 +77,8 @@ class Residency : public sharding::PageOwner {
   bool prefetch(Unit& unit, Phase phase, size_t distance);
   void synchronize_changes();
   void end_step();
-  void wait_for_readers(const char* tag);
+  bool may_follow(bool step_over) const;
+  void wait_for_readers(const char* tag, bool meets = false);
   size_t index_of(const Unit& unit) const { return &unit - model_.units.data(); }
 
   ShardedModel& model_;
@@ -85,11 +88,11 @@ class Residency : public sharding::PageOwner {
   UseOrder order_;
   comm::CommStream stream_;
   HostCopies copies_{stream_};
-  std::vector<size_t> needed_;  // units that the current operator uses
-  size_t look_ahead_;           // units that are gathered before their use
-  uint64_t clock_ = 0;
-  Phase phase_ = Phase::forward;  // of the last use
-  size_t turn_ = 0;               // gathers in this phase: see [Note: lanes]
+  std::vector<size_t> needed_;      // units that the current operator uses
+  size_t look_ahead_;               // units that are gathered before their use
+  uint64_t clock_ = 0, begin_ = 0;  // the uses so far, and before this forward
+  Phase phase_ = Phase::forward;    // of the last use
+  size_t turn_ = 0;                 // gathers in this phase: see [Note: lanes]
   std::atomic<int> forwards_ = 0;
   std::atomic<bool> backward_ = false;  // a backward runs and has used a page
   // True if ranks without data take part in the current forward; they skip forwards without
@@ -97,9 +100,12 @@ class Residency : public sharding::PageOwner {
   bool followed_ = false;
 };
 
-/// See [Note: divergence].
+/// See [Note: divergence]. An accelerator does not wait for a comparison.
+inline bool units_may_differ(const ShardedModel& model, const JoinLeader& join_leader) {
+  return model.device().is_cpu() && !join_leader.some_rank_has_no_data();
+}
 inline bool may_diverge(const ShardedModel& model, const JoinLeader& join_leader) {
-  return !model.diverged && !join_leader.some_rank_has_no_data();
+  return !model.diverged && units_may_differ(model, join_leader);
 }
 
 }  // namespace tessera::fsdp

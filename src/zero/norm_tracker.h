@@ -24,7 +24,8 @@ struct NormTracker {
   /// Adds a segment of the mean, if tracking. The host does not wait for a device.
   void add(const at::Tensor& mean) {
     if (!tracking) return;
-    const auto sum = at::sum(mean.to(at::kDouble).square());
+    const auto values = mean.is_complex() ? at::view_as_real(mean) : mean;
+    const auto sum = at::sum(values.to(at::kDouble).square());
     if (mean.is_cpu()) squares += sum.item<double>();
     else squares_on_device = squares_on_device.defined() ? squares_on_device + sum : sum;
   }

@@ -167,7 +167,6 @@ ProcessGroup ProcessGroup::with_wire(WireFormat format) {
     require(condition, *impl_, "with_wire", fmt::format("{} needs {}", to_string(format), what));
   };
   const auto backend = impl_->world.options.backend;
-  needs(impl_->world.store != nullptr, "a group with a store; this one was made by the caller");
   needs(backend != Backend::NCCL && !impl_->world.device &&
             impl_->world.options.staged_device == at::kCPU,
         fmt::format("the backend Auto; this group has {}", backend_name()));
@@ -175,7 +174,7 @@ ProcessGroup ProcessGroup::with_wire(WireFormat format) {
   needs(!impl_->world.hosts.empty(), "to know which ranks share a host");
   comm::World world = impl_->world;
   world.wire = format;
-  return ProcessGroup(impl_->duplicate(std::move(world), "wire", impl_));
+  return ProcessGroup(impl_->duplicate(std::move(world), "with_wire", impl_));
 }
 
 ProcessGroup ProcessGroup::with_device(at::Device device) {
@@ -183,8 +182,6 @@ ProcessGroup ProcessGroup::with_device(at::Device device) {
   if (moves(type)) return *this;
   const auto name = c10::DeviceTypeName(type, true);
   check_contract("ProcessGroup.with_device", {name});
-  require(impl_->world.store != nullptr, *impl_, "with_device",
-          "this group was made by the caller without a store");
   comm::World world = impl_->world;
   world.options.staged_device = at::kCPU;
   const bool chooses = world.options.backend == Backend::Auto;
@@ -209,14 +206,12 @@ ProcessGroup ProcessGroup::with_device(at::Device device) {
     world.device = nullptr;
   }
   if (!world.device) world.options.staged_device = type;
-  return ProcessGroup(impl_->duplicate(std::move(world), "device"));
+  return ProcessGroup(impl_->duplicate(std::move(world), "with_device"));
 }
 
 ProcessGroup ProcessGroup::duplicate() {
   if (impl_->alone()) return *this;
   check_contract("ProcessGroup.duplicate", {});
-  require(impl_->world.store != nullptr, *impl_, "duplicate",
-          "this group was made by the caller without a store");
   return ProcessGroup(impl_->duplicate(impl_->world, "duplicate"));
 }
 

@@ -5,6 +5,7 @@
 #include <xxhash.h>
 
 #include "comm/failures/process_failures.h"
+#include "comm/group/argument_checks.h"
 #include "comm/group/checked_transport.h"
 #include "comm/group/divergence_scope.h"
 #include "comm/group/make_transport.h"
@@ -115,11 +116,13 @@ std::vector<std::shared_ptr<ProcessGroup::Impl>> ProcessGroup::Impl::descendants
   return result;
 }
 
-std::shared_ptr<ProcessGroup::Impl> ProcessGroup::Impl::duplicate(comm::World w, const char* prefix,
+std::shared_ptr<ProcessGroup::Impl> ProcessGroup::Impl::duplicate(comm::World w, const char* method,
                                                                   std::shared_ptr<Impl> control) {
+  require(world.store != nullptr, *this, method,
+          "this group was made by the caller without a store");
   w.start_group.store = comm::store_of_start(world);
   w.store =
-      c10::make_intrusive<c10d::PrefixStore>(fmt::format("{}{}/", prefix, ++splits), world.store);
+      c10::make_intrusive<c10d::PrefixStore>(fmt::format("{}{}/", method, ++splits), world.store);
   if (control && control->control_) control = control->control_;
   auto made = comm::make_transport(w);
   auto child = make(std::move(w), std::move(made), traffic_, std::move(control));

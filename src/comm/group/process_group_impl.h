@@ -45,9 +45,9 @@ class ProcessGroup::Impl {
   void add_child(const std::shared_ptr<Impl>& child);
   /// The sub-groups, their sub-groups, and so on, if they are alive.
   std::vector<std::shared_ptr<Impl>> descendants();
-  /// Another group of the same ranks with this one's counters. `prefix`: of its keys in the store.
-  /// `control`: this group, if it compares the other one's collectives.
-  std::shared_ptr<Impl> duplicate(comm::World world, const char* prefix,
+  /// Another group of the same ranks with this one's counters, for `method`. `control`: this group,
+  /// if it compares the other one's collectives, on CPU tensors, in the order of their calls.
+  std::shared_ptr<Impl> duplicate(comm::World world, const char* method,
                                   std::shared_ptr<Impl> control = nullptr);
 
   bool alone() const { return world.size == 1; }

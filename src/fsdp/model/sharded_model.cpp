@@ -339,27 +339,19 @@ bool ShardedModel::shares_memory() const {
 }
 
 void ShardedModel::diverge() {
-  std::set<std::shared_ptr<ProcessGroup::Impl>> known;
-  std::vector<ProcessGroup> groups;
-  const auto add = [&](const ProcessGroup& group) {
-    if (group.size() > 1 && known.insert(group.impl()).second) groups.push_back(group);
-  };
-  for (const auto& group : {world, shard_group, replicas}) add(group);
-  for (const auto& group : gathers.groups()) add(group);
-  {
-    const comm::DivergenceScope scope;
-    std::vector<Work> marks;
-    for (auto& group : groups)
-      marks.push_back(group.all_reduce_async(at::zeros({1}), 1, "the ranks use different units"));
-    for (auto& mark : marks) {
-      try {
-        mark.wait();
-      } catch (const comm::Diverged&) {  // it has met another collective, on all ranks
-      }
-    }
-  }
-  for (const auto& group : groups) group.impl()->rejoin();
+  meet(shard_group);
   diverged = has_diverged = true;
+}
+
+void ShardedModel::meet(ProcessGroup& group) {
+  if (group.size() == 1) return;
+  try {
+    // Queued behind the collectives that have begun, which have failed too.
+    const comm::DivergenceScope scope;
+    group.all_reduce_async(at::zeros({1}), 1, "the ranks use different units").wait();
+  } catch (const comm::Diverged&) {  // it has met another collective, on all ranks
+  }
+  group.impl()->rejoin();
 }
 
 }  // namespace tessera::fsdp

@@ -41,8 +41,7 @@ struct ShardedModel {
   /// `shard_group`: the ranks that hold one copy of the model together. `replicas`: the ranks that
   /// hold the same shards as this rank.
   ProcessGroup world, shard_group, replicas;
-  /// The shard group of gathers for forward and backward: another one than `shard_group` if
-  /// parameters travel encoded between hosts. See [Note: lanes].
+  /// The shard group of gathers for forward and backward: see [Note: lanes].
   sharding::Lanes gathers;
 
   /// Of everything that changes in forward and backward. Recursive, because hooks of the program
@@ -57,9 +56,11 @@ struct ShardedModel {
   /// Of the trainable parameters; null while they are made.
   std::unique_ptr<sharding::BackwardWatch> watch;
   bool diverged = false, has_diverged = false;  ///< Now, ever; see [Note: divergence].
-  /// After comm::Diverged in one group: the ranks diverge in all groups, and then their collectives
-  /// are compared as before. Collective.
+  /// After comm::Diverged in one group: the ranks of the shard group diverge. Collective.
   void diverge();
+  /// Where ranks of `group` have diverged, all of them call this: each of them then has seen it, and
+  /// the next collectives are compared as before. Collective.
+  static void meet(ProcessGroup& group);
   /// True if a unit's shards are in common memory: see [Note: shards in common memory].
   bool shares_memory() const;
   at::Device device() const { return flats.empty() ? at::kCPU : flats[0]->device; }

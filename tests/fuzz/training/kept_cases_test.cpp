@@ -392,5 +392,16 @@ TEST(TrainingFuzz, ScaledComplexGradients) {
                 .story = {{"step", {{"scaler", "1"}}}}});
 }
 
+// The norm of a step left out imaginary parts.
+TEST(TrainingFuzz, NormOfAStepWithComplexGradients) {
+  expect_sound({.seed = 2389,
+                .world = 2,
+                .dtype = "float",
+                .layers = {{"complex"}},
+                .optimizer = {"SGD", {{"lr", "0.02"}}},
+                .wrapper = {"zero", {{"track_norm", "1"}}},
+                .story = {{"step"}}});
+}
+
 }  // namespace
 }  // namespace tessera::fuzz
