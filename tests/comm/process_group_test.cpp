@@ -251,6 +251,7 @@ TEST_P(Collectives, SplitMakesIndependentGroups) {
     for (int r = rank % 2; r < world(); r += 2) expected += r;
     EXPECT_EQ(tensor[0].item<int64_t>(), expected);
     EXPECT_EQ(half->world_ranks()[half->rank()], rank);
+    EXPECT_EQ(half->timeout(), group.timeout());
     EXPECT_EQ(group.split(rank == 0 ? 0 : -1).has_value(), rank == 0);
   });
 }
@@ -488,7 +489,30 @@ TEST_P(Collectives, BadArgumentsNameRankAndExpectation) {
     EXPECT_THROW(group.broadcast(at::zeros({2}), world()), UsageError);
     EXPECT_THROW(group.all_gather(at::zeros({4}), std::vector<int64_t>(world(), 3)), UsageError);
     EXPECT_THROW(group.set_timeout(std::chrono::milliseconds(0)), UsageError);
+    const std::vector<int64_t> one(world(), 1);
+    const auto ints = at::ones({world()}, at::kLong), flat = at::ones({world()});
+    const auto consume = [](int64_t, const at::Tensor&) {};
+    EXPECT_THROW(group.all_reduce(ints, 0.5), UsageError);
+    EXPECT_THROW(group.reduce_scatter_each(ints, one, consume, 0.5), UsageError);
+    EXPECT_THROW(group.reduce_scatter_into_async(ints, one, ints.narrow(0, 0, 1).clone(), 0.5),
+                 UsageError);
+    EXPECT_THROW(group.reduce_scatter_into_async(flat, one, flat.narrow(0, 0, 1)), UsageError);
+    EXPECT_THROW(group.all_to_all(flat, flat, one, one), UsageError);
+    EXPECT_THROW(group.broadcast(at::quantize_per_tensor(flat, 0.5, 0, at::kQInt8), 0), UsageError);
+    const std::vector<int64_t> three(world(), 3);
+    EXPECT_THROW(group.all_to_all(at::zeros({3 * world()}), flat, three, one), UsageError);
     group.barrier();
+  });
+}
+
+TEST_P(Collectives, ExpandedTensorsAreSummedOnce) {
+  each_rank([&](ProcessGroup group, int rank) {
+    const auto value = pattern(1, rank);
+    group.all_reduce(value.expand({4}));
+    EXPECT_TRUE(at::equal(value, sum_of_patterns(1, world())));
+    const auto row = pattern(3, rank);
+    group.reduce(row.expand({2, 3}), 0);
+    EXPECT_TRUE(at::equal(row, rank == 0 ? sum_of_patterns(3, world()) : pattern(3, rank)));
   });
 }
 

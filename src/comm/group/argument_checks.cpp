@@ -1,5 +1,6 @@
 #include "comm/group/argument_checks.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <fmt/format.h>
 
 #include "tessera/detail/resolved.h"
@@ -22,6 +23,8 @@ void check_tensor(const ProcessGroup::Impl& impl, const char* method, const at::
   require(tensor.defined(), impl, method, "the tensor is undefined; expected a dense tensor");
   require(tensor.layout() == at::kStrided, impl, method,
           "the tensor is sparse; expected a dense tensor");
+  require(!tensor.is_quantized(), impl, method,
+          "the tensor is quantized, and its scale would not travel; expected its int_repr()");
   if (impl.alone() || tensor.device().is_cpu()) return;
   const auto device = impl.transport->device_type();
   require(tensor.device().type() == device, impl, method,
@@ -30,12 +33,22 @@ void check_tensor(const ProcessGroup::Impl& impl, const char* method, const at::
                       device == at::kCPU ? "" : " and tensors on " + at::Device(device).str()));
 }
 
-void check_sum(const ProcessGroup::Impl& impl, const char* method, const at::Tensor& tensor) {
+void check_sum(const ProcessGroup::Impl& impl, const char* method, const at::Tensor& tensor,
+               double scale) {
   check_tensor(impl, method, tensor);
   require(
       tensor.scalar_type() != at::kBool && !tensor.is_complex(), impl, method,
       fmt::format("sums of dtype {} are not defined; expected a floating-point or integer dtype",
                   c10::toString(tensor.scalar_type())));
+  require(scale == 1 || tensor.is_floating_point(), impl, method,
+          fmt::format("scale is {} for dtype {}; expected 1, or a floating-point dtype", scale,
+                      c10::toString(tensor.scalar_type())));
+}
+
+void check_apart(const ProcessGroup::Impl& impl, const char* method, const at::Tensor& output,
+                 const at::Tensor& input) {
+  require(at::get_overlap_status(output.detach(), input) == at::MemOverlapStatus::No, impl, method,
+          "output and input share memory; expected tensors that do not overlap");
 }
 
 void check_counts(const ProcessGroup::Impl& impl, const char* method, const char* name,
@@ -45,7 +58,8 @@ void check_counts(const ProcessGroup::Impl& impl, const char* method, const char
                       impl.world.size));
   int64_t total = 0;
   for (const auto count : counts) {
-    require(count >= 0, impl, method, fmt::format("{} has the negative entry {}", name, count));
+    require(count >= 0 && count <= tensor.numel(), impl, method,
+            fmt::format("{} has the entry {}; expected 0 to {}", name, count, tensor.numel()));
     total += count;
   }
   require(total == tensor.numel(), impl, method,

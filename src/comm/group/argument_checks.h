@@ -16,8 +16,12 @@ void require(bool condition, const ProcessGroup::Impl& impl, const char* method,
 void check_root(const ProcessGroup::Impl& impl, const char* method, int root);
 /// A dense tensor on a device whose tensors the group moves.
 void check_tensor(const ProcessGroup::Impl& impl, const char* method, const at::Tensor& tensor);
-/// And of a dtype that has sums.
-void check_sum(const ProcessGroup::Impl& impl, const char* method, const at::Tensor& tensor);
+/// And of a dtype that has sums, and products with `scale`.
+void check_sum(const ProcessGroup::Impl& impl, const char* method, const at::Tensor& tensor,
+               double scale = 1);
+/// Tensors without common memory.
+void check_apart(const ProcessGroup::Impl& impl, const char* method, const at::Tensor& output,
+                 const at::Tensor& input);
 /// Values that travel encoded between hosts.
 void check_wire(const ProcessGroup::Impl& impl, const char* method, const at::Tensor& tensor);
 /// One count for each rank, which add up to the elements of a flat tensor.

@@ -83,11 +83,12 @@ uint64_t bytes_of(const at::Tensor& tensor) {
   return static_cast<uint64_t>(tensor.numel()) * tensor.element_size();
 }
 
-Call all_reduce_call(ProcessGroup::Impl& impl, const at::Tensor& tensor, double scale,
+Call all_reduce_call(ProcessGroup::Impl& impl, at::Tensor tensor, double scale,
                      const std::string& tag) {
   check_tensor(impl, "all_reduce", tensor);
   if (tensor.is_complex()) return all_reduce_call(impl, pairs(tensor), scale, tag);
-  check_sum(impl, "all_reduce", tensor);
+  tensor = without_repeats(std::move(tensor));
+  check_sum(impl, "all_reduce", tensor, scale);
   check_wire(impl, "all_reduce", tensor);
   const uint64_t size = impl.world.size, moved = 2 * bytes_of(tensor) * (size - 1) / size;
   impl.count(&CommStats::all_reduce, moved, moved);
@@ -100,10 +101,10 @@ Call all_reduce_call(ProcessGroup::Impl& impl, const at::Tensor& tensor, double 
   return call_of(impl, header_of(Op::all_reduce, tensor), tensor, body, with_scale(scale, tag));
 }
 
-Call reduce_call(ProcessGroup::Impl& impl, const at::Tensor& tensor, int root,
-                 const std::string& tag) {
+Call reduce_call(ProcessGroup::Impl& impl, at::Tensor tensor, int root, const std::string& tag) {
   check_tensor(impl, "reduce", tensor);
   if (tensor.is_complex()) return reduce_call(impl, pairs(tensor), root, tag);
+  tensor = without_repeats(std::move(tensor));
   check_sum(impl, "reduce", tensor);
   check_root(impl, "reduce", root);
   const bool owner = impl.world.rank == root;
@@ -161,7 +162,7 @@ Call reduce_scatter_call(ProcessGroup::Impl& impl, const at::Tensor& flat, const
     return reduce_scatter_call(impl, pairs(flat).view({-1}), doubled(counts), scale,
                                std::move(consume), tag);
   }
-  check_sum(impl, "reduce_scatter", flat);
+  check_sum(impl, "reduce_scatter", flat, scale);
   const uint64_t own = counts[impl.world.rank] * flat.element_size();
   impl.count(&CommStats::reduce_scatter, bytes_of(flat) - own, own * (impl.world.size - 1));
   auto body = [flat = flat.detach(), counts, scale, consume = std::move(consume)](
@@ -181,6 +182,7 @@ Call reduce_scatter_into_call(ProcessGroup::Impl& impl, const at::Tensor& flat,
                                     pairs(output).view({-1}), scale, tag);
   }
   auto call = reduce_scatter_call(impl, flat, counts, 1, nullptr, with_scale(scale, tag));
+  check_sum(impl, "reduce_scatter", flat, scale);
   const int64_t own = counts[impl.world.rank];
   const bool fits = output.dim() == 1 && output.is_contiguous() && detail::is_resolved(output) &&
                     output.numel() == own && output.scalar_type() == flat.scalar_type() &&
@@ -190,6 +192,7 @@ Call reduce_scatter_into_call(ProcessGroup::Impl& impl, const at::Tensor& flat,
       fmt::format("output is {} of {} elements; expected 1-D contiguous {} of {} elements on {}",
                   c10::toString(output.scalar_type()), output.numel(),
                   c10::toString(flat.scalar_type()), own, flat.device().str()));
+  check_apart(impl, "reduce_scatter", output, flat);
   call.body = [flat = flat.detach(), counts, output = output.detach(), scale](Transport& transport,
                                                                               const Headers&) {
     if (flat.numel()) transport.reduce_scatter(flat, counts, {scale, nullptr, output});

@@ -20,9 +20,9 @@ at::Tensor without_repeats(at::Tensor tensor);
 uint64_t bytes_of(const at::Tensor& tensor);
 comm::OpHeader header_of(comm::Op op, const at::Tensor& tensor, int root = -1);
 
-comm::Call all_reduce_call(ProcessGroup::Impl& impl, const at::Tensor& tensor, double scale,
+comm::Call all_reduce_call(ProcessGroup::Impl& impl, at::Tensor tensor, double scale,
                            const std::string& tag);
-comm::Call reduce_call(ProcessGroup::Impl& impl, const at::Tensor& tensor, int root,
+comm::Call reduce_call(ProcessGroup::Impl& impl, at::Tensor tensor, int root,
                        const std::string& tag);
 comm::Call broadcast_call(ProcessGroup::Impl& impl, at::Tensor tensor, int root,
                           const std::string& tag);

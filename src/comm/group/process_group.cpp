@@ -144,6 +144,7 @@ Work ProcessGroup::all_gather_async(at::Tensor flat, const Counts& counts, const
 
 at::Tensor ProcessGroup::all_gather(at::Tensor tensor) {
   check_tensor(*impl_, "all_gather", tensor);
+  check_wire(*impl_, "all_gather", tensor);
   const auto mine = tensor.detach().reshape({-1});
   if (impl_->alone()) {
     impl_->count(&CommStats::all_gather, 0, 0);
@@ -210,13 +211,10 @@ void ProcessGroup::all_to_all(at::Tensor output, at::Tensor input,
   check_counts(*impl_, "all_to_all", "send_counts", send_counts, input);
   require(output.scalar_type() == input.scalar_type(), *impl_, "all_to_all",
           "output and input have different dtypes");
+  check_apart(*impl_, "all_to_all", output, input);
   const uint64_t width = input.element_size();
   impl_->count(&CommStats::all_to_all, bytes_of(input) - width * send_counts[rank()],
                bytes_of(output) - width * recv_counts[rank()]);
-  if (impl_->alone()) {
-    output.detach().copy_(input.detach());
-    return;
-  }
   // The count that r sends to s must be the count that s expects from r: every rank sees the whole
   // table before data moves.
   std::string mine(reinterpret_cast<const char*>(recv_counts.data()),
@@ -235,6 +233,10 @@ void ProcessGroup::all_to_all(at::Tensor output, at::Tensor input,
               fmt::format("rank {} sends {} elements to rank {}, which expects {}", from,
                           entry(from, size() + to), to, entry(to, from)));
     }
+  }
+  if (impl_->alone()) {
+    output.detach().copy_(input.detach());
+    return;
   }
   auto header = header_of(Op::all_to_all, input);
   header.free_numel = 1;

@@ -144,6 +144,7 @@ std::optional<ProcessGroup> ProcessGroup::split(int color) {
   if (world.size == 1) {
     auto alone = Impl::make();
     alone->world.world_ranks = world.world_ranks;
+    alone->world.options = world.options;
     return ProcessGroup(std::move(alone));
   }
   require(impl_->world.store != nullptr, *impl_, "split",

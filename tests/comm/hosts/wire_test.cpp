@@ -324,6 +324,10 @@ TEST(Wire, ImpossibleUsesAreErrors) {
          group.with_wire(WireFormat::int8).all_reduce(at::zeros({3}, at::kDouble));
        }))
     EXPECT_THAT(message, HasSubstr("dtype Double cannot travel as int8; expected float32"));
+  for (const auto& message : messages_of([](ProcessGroup group, int) {
+         group.with_wire(WireFormat::bfloat16).all_gather(at::zeros({3}, at::kDouble));
+       }))
+    EXPECT_THAT(message, HasSubstr("all_gather: rank"));
   for (const auto& message : messages_of([](ProcessGroup group, int rank) {
          group.with_wire(rank == 1 ? WireFormat::int8 : WireFormat::bfloat16);
        }))
