@@ -146,6 +146,20 @@ TEST_P(Collectives, NonContiguousAndAsync) {
   });
 }
 
+TEST_P(Collectives, TensorsOfAnInferenceModeMayBeUsedAsynchronously) {
+  each_rank([&](ProcessGroup group, int rank) {
+    const c10::InferenceMode inference;
+    const auto base = pattern(6, rank).view({2, 3}), flat = pattern(3, rank),
+               last = pattern(6, rank).view({2, 3});
+    auto works = {group.all_reduce_async(base.t()), group.all_reduce_async(flat),
+                  group.broadcast_async(last.t(), 0)};
+    for (auto work : works) work.wait();
+    EXPECT_TRUE(at::equal(base.view({-1}), sum_of_patterns(6, world())));
+    EXPECT_TRUE(at::equal(flat, sum_of_patterns(3, world())));
+    EXPECT_TRUE(at::equal(last.view({-1}), pattern(6, 0)));
+  });
+}
+
 TEST_P(Collectives, BroadcastAndReduceWithEveryRoot) {
   each_rank([&](ProcessGroup group, int rank) {
     for (int root = 0; root < world(); ++root) {

@@ -48,6 +48,10 @@ void HostExecutor::execute(Call call) {
   if (header.may_diverge && diverged_)
     throw Diverged("ProcessGroup: the ranks disagree about an earlier collective");
   check_open();
+  // The thread of a queue may only write to a tensor of an InferenceMode in one.
+  std::optional<c10::InferenceMode> inference;
+  const auto is_inference = [](const at::Tensor& tensor) { return tensor.is_inference(); };
+  if (std::any_of(call.tensors.begin(), call.tensors.end(), is_inference)) inference.emplace();
   const at::NoGradGuard no_grad;
   header.sequence = ++sequence_;
   RunningScope running(world_, *transport_, header, call.tag);
