@@ -135,6 +135,22 @@ TEST_F(ConfigTest, NamesOfPyTorchAndMmengineAreErrorsWithTheOwnName) {
   says(fsdp + "fsdp_auto_wrap_policy: none}", "fsdp_auto_wrap_policy: no option; expected wrap_p");
   says(fsdp + "wrap_policy: size_based_auto_wrap_policy}", "expected size_based");
   says(fsdp + "use_orig_params: true}", "use_orig_params: no option; parameters always keep");
+  says("use_orig_params=true", "expected nothing: parameters always keep");
+  says("fsdp_auto_wrap_policy=size", "fsdp_auto_wrap_policy: no key here; expected parallel.wrap");
+  says("save_best=acc", "save_best: no key here; expected checkpoint.keep_best: {metric");
+  says("checkpoint.keep_best={metric: loss, rule: less}",
+       "keep_best.rule: no key here; expected mo");
+  says("train.ema={momentum: 0.1}", "expected decay, which is 1 - momentum");
+  says("train.batch_size=8", "train.batch_size: no key here; expected train.global_batch");
+  says("optimizer.paramwise_cfg={}", "expected optimizer.paramwise");
+  says("optimizer.type=torch.optim.AdamW", "a name of PyTorch or mmengine; expected AdamW");
+  says("loss=nn.MSELoss", "nn.MSELoss is a name of PyTorch or mmengine; expected mse");
+  says("parallel.type=fully_shard", "expected FullyShardedDataParallel");
+  says(fsdp + "wrap_policy: {min_num_params: 9, type: size_based}}", "size_based, min_numel: ");
+  says("parallel={type: DistributedDataParallel, comm_hook: powerSGD_hook}", "expected power_sgd");
+  EXPECT_EQ(load(base(), {fsdp + "sharding_strategy: ShardingStrategy.SHARD_GRAD_OP}"})
+                .value("parallel.sharding_strategy"),
+            "shard_grad_op");
 }
 
 TEST_F(ConfigTest, ReadsDistributedOptimizerUnevenDataAndHooks) {

@@ -100,7 +100,12 @@ Config config_of(ConfigNode root, const std::string& file,
   note_places(root, "", config.where);
   const auto record = std::make_shared<OptionRecord>();
   OptionReader keys(&root, {}, file, record);
-  train::read_config(keys, config);
+  try {
+    train::read_config(keys, config);
+  } catch (const UsageError& error) {
+    train::suggest_own_names(root, error.what());
+    throw;
+  }
   config.options = record;
   for (auto& model : config.models) model.options = record;
   return config;
