@@ -148,6 +148,7 @@ void ShardedModule::follow_thaw() {
     names.push_back(parameter.name);
   }
   if (thawed.empty()) return;
+  const c10::InferenceMode off(false);  // the gradients outlive the caller's InferenceMode
   model.world.check_contract(std::string(kName) + " (a change of requires_grad)", names);
   sharding::check_parameters(kName, thawed, 0, model.world.rank());
   gradients->wait();

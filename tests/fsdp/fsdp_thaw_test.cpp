@@ -103,6 +103,31 @@ TEST(FsdpThaw, EqualsPlainTraining) {
                       accumulates);
 }
 
+TEST(FsdpThaw, AnEvaluationInInferenceModeMayComeFirst) {
+  std::vector<at::Tensor> straight;
+  for (const bool evaluates : {false, true}) {
+    run_ranks(2, [&](ProcessGroup group, int rank) {
+      auto net = seeded<Uneven>(3);
+      set_trainable(*net->second, false);
+      FullyShardedDataParallel fsdp(net, group, {.wrap_policy = wrap_leaves()});
+      auto optimizer = adamw(fsdp.parameters());
+      set_trainable(*net->second, true);
+      for (int step = 0; step < 3; ++step) {
+        if (evaluates) {
+          const c10::InferenceMode inference;
+          fsdp(rows(9));
+        }
+        fsdp.zero_grad(true);
+        loss_of(fsdp(rows(step, rank, 2))).backward();
+        optimizer->step();
+      }
+      const auto whole = fsdp.summon_full_params();
+      if (rank == 0 && !evaluates) straight = values(net);
+      if (evaluates) expect_close(values(net), straight, "with an evaluation");
+    });
+  }
+}
+
 TEST(FsdpThaw, OtherParametersOnTwoRanksAreNamed) {
   const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
     auto net = seeded<Uneven>(3);
