@@ -174,6 +174,14 @@ TEST_F(KeepBestTest, ARunToItsEndSavesTheBestWeightsToo) {
   EXPECT_EQ(saved_height(), 5);
 }
 
+TEST_F(KeepBestTest, AnotherRankingOfAnEarlyStopBeginsAnew) {
+  train_ranks(2, {"train.early_stop={patience: 9}", "checkpoint.folder=run", "train.steps=7"});
+  train_ranks(2,
+              {"train.early_stop={patience: 9, metric: loss, mode: max}", "checkpoint.folder=run"});
+  EXPECT_THAT(out_, HasSubstr("train.early_stop ranked by loss before"));
+  EXPECT_EQ(saved_height(), 8) << "the loss falls, so the highest one after 7 steps comes next";
+}
+
 TEST_F(KeepBestTest, TheBestWeightsSurviveAResumeWithOtherRanksAndAnotherWrapper) {
   for (const auto& from : testing::kWrappers) {
     for (const auto& to : testing::kWrappers) {

@@ -12,6 +12,11 @@ namespace {
 
 constexpr const char* kBuffers = "best-buffers.safetensors";
 
+std::string other_ranking(const char* key, const std::string& before, const std::string& now) {
+  return fmt::format("warning: {} ranked by {} before; the best ones are counted anew, by {}", key,
+                     before, now);
+}
+
 bool better(const Ranking& ranking, double a, double b) { return ranking.larger ? a > b : a < b; }
 
 }  // namespace
@@ -103,30 +108,41 @@ void BestEvaluations::load_weights(const Checkpoint& checkpoint, std::vector<at:
 }
 
 void BestEvaluations::save_state(BestState& state) const {
-  if (stop_) state.early_stop = stop_->state();
+  if (stop_) {
+    state.early_stop = stop_->state();
+    state.stop_metric = stop_config_.ranking.metric;
+    state.stop_larger = stop_config_.ranking.larger;
+  }
   state.weights = best_;
   if (keep_config_.count == 0) return;
   state.kept = {keep_config_.ranking.metric, keep_config_.ranking.larger, kept_};
 }
 
-std::string BestEvaluations::load_state(const BestState& state, bool own) {
-  if (stop_ && state.early_stop) {
-    auto saved = *state.early_stop;
-    saved.stopped = saved.stopped && own && saved.waited >= stop_config_.patience;
-    stop_->load_state(saved);
+std::vector<std::string> BestEvaluations::load_state(const BestState& state, bool own) {
+  std::vector<std::string> warnings;
+  const Ranking& ranking = stop_config_.ranking;
+  const std::string& before = state.stop_metric;
+  if (stop_ && !before.empty() &&
+      (before != ranking.metric || state.stop_larger != ranking.larger)) {
+    warnings.push_back(other_ranking("train.early_stop", before, ranking.metric));
+  } else if (stop_) {
+    if (state.early_stop) {
+      auto saved = *state.early_stop;
+      saved.stopped = saved.stopped && own && saved.waited >= stop_config_.patience;
+      stop_->load_state(saved);
+    }
+    best_ = state.weights;
   }
-  if (stop_) best_ = state.weights;
-  if (!own || !state.kept || keep_config_.count == 0) return "";
+  if (!own || !state.kept || keep_config_.count == 0) return warnings;
   const auto& [metric, larger, steps] = *state.kept;
-  if (metric != keep_config_.ranking.metric || larger != keep_config_.ranking.larger)
-    return "warning: checkpoint.keep_best ranked by " + metric +
-           " before; the best ones are "
-           "counted anew, by " +
-           keep_config_.ranking.metric;
+  if (metric != keep_config_.ranking.metric || larger != keep_config_.ranking.larger) {
+    warnings.push_back(other_ranking("checkpoint.keep_best", metric, keep_config_.ranking.metric));
+    return warnings;
+  }
   kept_ = steps;
   if (static_cast<int64_t>(kept_.size()) > keep_config_.count)
     kept_.resize(static_cast<size_t>(keep_config_.count));
-  return "";
+  return warnings;
 }
 
 }  // namespace tessera::train

@@ -51,9 +51,9 @@ class BestEvaluations {
   void load_weights(const Checkpoint& checkpoint, std::vector<at::Tensor> weights);
 
   void save_state(BestState& state) const;
-  /// `own`: the checkpoint is in this run's folder, with the other kept checkpoints. Returns a
-  /// warning; "": none.
-  std::string load_state(const BestState& state, bool own);
+  /// `own`: the checkpoint is in this run's folder, with the other kept checkpoints. Returns
+  /// warnings.
+  std::vector<std::string> load_state(const BestState& state, bool own);
   /// True if an early stop has ended this run. A larger patience continues it, as does a run that
   /// begins with its checkpoint.
   bool has_stopped() const { return stop_ && stop_->state().stopped; }

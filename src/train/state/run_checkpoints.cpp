@@ -215,8 +215,7 @@ void RunCheckpoints::check(const ModelSections& own, const SavedModel& saved) co
 
 std::vector<at::Tensor> RunCheckpoints::restore(const SavedState& state, ModelWrapper& wrapper,
                                                 BestEvaluations& best) {
-  const auto warning = best.load_state(state.best, saved_at_ >= 0);
-  if (!warning.empty()) context_.say(warning);
+  for (const auto& warning : best.load_state(state.best, saved_at_ >= 0)) context_.say(warning);
   auto averages = restore_slices(state, wrapper, best);
   load_buffers(*resumed_, resumed_group_, *wrapper.model().module);
   restore_random(state.step, wrapper);

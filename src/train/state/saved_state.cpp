@@ -89,6 +89,8 @@ SavedState state_of(const Json& json) {
   if (json.contains("early_stop")) {
     const Json& stop = json.at("early_stop");
     state.best.early_stop = {{}, stop.at("waited").get<int64_t>(), stop.at("stopped").get<bool>()};
+    state.best.stop_metric = stop.value("metric", "");
+    state.best.stop_larger = stop.value("mode", "") == "max";
     if (!stop.at("best").is_null()) state.best.early_stop->best = stop.at("best").get<double>();
   }
   if (json.contains("best_weights")) state.best.weights = ranked_of(json.at("best_weights"));
@@ -117,7 +119,9 @@ std::string to_text(const SavedState& state) {
     if (name.empty()) json.update(json_of(model));
     else json["models"][name] = json_of(model);
   if (const auto& stop = state.best.early_stop)
-    json["early_stop"] = {{"best", stop->best ? Json(*stop->best) : Json()},
+    json["early_stop"] = {{"metric", state.best.stop_metric},
+                          {"mode", state.best.stop_larger ? "max" : "min"},
+                          {"best", stop->best ? Json(*stop->best) : Json()},
                           {"waited", stop->waited},
                           {"stopped", stop->stopped}};
   if (state.best.weights) json["best_weights"] = json_of(*state.best.weights);

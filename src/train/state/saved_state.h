@@ -33,6 +33,8 @@ struct KeptSteps {
 /// The state of BestEvaluations.
 struct BestState {
   std::optional<EarlyStop::State> early_stop = {};
+  std::string stop_metric = {};  ///< of train.early_stop; "": unknown
+  bool stop_larger = false;
   std::optional<RankedStep> weights = {};  ///< of train.early_stop
   std::optional<KeptSteps> kept = {};
 };
