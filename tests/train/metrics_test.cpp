@@ -4,7 +4,9 @@
 
 #include "harness/thrown_by.h"
 #include "tessera/safetensors.h"
+#include "tessera/train/model_wrapper.h"
 #include "tessera/train/registries.h"
+#include "train/hooks/hooks.h"
 #include "train/run/evaluate.h"
 #include "train_fixture.h"
 
@@ -294,6 +296,19 @@ TEST_F(MetricsTest, PredictionsAreWrittenInTheOrderOfTheSamples) {
                 train_ranks(2, {"hooks=[{type: Predictions, path: absent/p.safetensors}]"});
               }),
               HasSubstr("absent/p.safetensors"));
+}
+
+TEST(Predictions, NeedARowForEachSample) {
+  const auto hook = train::predictions_hook({"p.safetensors"});
+  const auto error = [&](const at::Tensor& targets, const at::Tensor& prediction) {
+    const Evaluated evaluated{{torch::zeros({3, 2}), targets}, prediction};
+    return testing::thrown_by([&] { hook->on_predictions({0, evaluated, false}); });
+  };
+  const std::string text = "predictions: 3 samples have predictions or targets of shape ";
+  EXPECT_THAT(error(torch::zeros({3}), torch::zeros({6, 4})), HasSubstr(text + "[6, 4]"));
+  EXPECT_THAT(error(torch::zeros({6}), torch::zeros({3, 4})), HasSubstr(text + "[6]"));
+  EXPECT_THAT(error({}, torch::zeros({})), HasSubstr(text + "[]"));
+  EXPECT_EQ(error(torch::zeros({3}), torch::zeros({3, 4})), "no error");
 }
 
 TEST_F(MetricsTest, ANameOfPyTorchThatTheProgramHasRegisteredIsItsOwn) {

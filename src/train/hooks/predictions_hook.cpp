@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "tessera/detail/resolved.h"
 #include "tessera/detail/write_file.h"
@@ -63,11 +64,17 @@ class PredictionsHook : public RunHook {
   }
   void on_predictions(const EvaluatedBatch& evaluated) override {
     if (evaluated.test != options_.test) return;
-    const at::Tensor& prediction = evaluated.batch.prediction;
-    const int64_t first = evaluated.first_sample;
-    samples_.add(at::arange(first, first + prediction.size(0), at::kLong));
+    const auto& [batch, prediction] = evaluated.batch;
+    const int64_t first = evaluated.first_sample, samples = batch.inputs.size(0);
+    for (const auto& rows : {prediction, batch.targets})
+      if (rows.defined() && (rows.dim() == 0 || rows.size(0) != samples))
+        throw UsageError(
+            fmt::format("predictions: {} samples have predictions or targets of shape [{}]; "
+                        "expected a row for each sample",
+                        samples, fmt::join(rows.sizes(), ", ")));
+    samples_.add(at::arange(first, first + samples, at::kLong));
     predictions_.add(prediction);
-    targets_.add(evaluated.batch.batch.targets);
+    targets_.add(batch.targets);
   }
   void after_evaluation(RunState& state) override {
     if (!options_.test) write(state);
