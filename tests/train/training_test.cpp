@@ -237,7 +237,7 @@ TEST_F(TrainingTest, TooManySamplesAreAnErrorBeforeTraining) {
 TEST_F(TrainingTest, AnErrorInALossNamesTheLossAndTheShapes) {
   EXPECT_EQ(train({"c.yaml", "loss={type: mse}"}), 1);
   EXPECT_NE(err_.find("tessera train: rank 0: command line: loss.type: mse of a prediction of "
-                      "shape [12, 16, 256] and targets of shape [12, 16]: The size of"),
+                      "shape [12, 16, 256] and targets of shape [12, 16]: expected equal shapes"),
             std::string::npos)
       << err_;
 }

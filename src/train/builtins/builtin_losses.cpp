@@ -29,6 +29,8 @@ void add_plain(registry::LossFunctions& losses, const std::string& name, Functio
   losses.add(
       name,
       [function](const at::Tensor& output, const at::Tensor& targets) -> at::Tensor {
+        // libtorch's losses broadcast, with a warning. The caller adds the shapes.
+        TORCH_CHECK(output.sizes() == targets.sizes(), "expected equal shapes");
         return function(output, targets.to(output.scalar_type()));
       },
       doc);
