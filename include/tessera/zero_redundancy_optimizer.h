@@ -218,11 +218,12 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   /// parameter that was frozen at construction and becomes trainable, add further ones. Local.
   std::vector<ParameterShard> shards() const;
   /// The optimizer state of shards(), as tessera::state_slices; also of parameters that are frozen
-  /// now. Local.
+  /// now. On rank 0 that of parameters that have been frozen since construction follows. Local.
   std::vector<StateSlice> state_slices() const;
-  /// Loads the state of shards(), as tessera::load_state_slices. Parameters that have been frozen
-  /// since construction count as never stepped. Options stay as they are: see groups(). Drops each
-  /// tensor of `slices` when it has been copied. Local.
+  /// Loads the state of shards(), as tessera::load_state_slices. A parameter that has been frozen
+  /// since construction gets the state of its slice of all elements when it becomes trainable;
+  /// without such a slice it counts as never stepped. Options stay as they are: see groups(). Drops
+  /// each tensor of `slices` when it has been copied. Local.
   void load_state_slices(std::vector<StateSlice> slices);
   /// Every rank receives each shard's values from its owner. For use after a write to shards, for
   /// example when they are loaded or exchanged for averages. Collective: one all-gather a bucket.

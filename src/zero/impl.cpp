@@ -9,7 +9,6 @@
 
 #include "optim/text_of_options.h"
 #include "sharding/detection/detection.h"
-#include "sharding/replace_state.h"
 #include "sharding/shard_state.h"
 #include "sharding/shared_memory_of.h"
 #include "tessera/error.h"
@@ -280,8 +279,8 @@ void ZeroRedundancyOptimizer::Impl::follow_trainability() {
                                                             shard->parameter);
                                }),
                 owned.end());
-    sharding::load_shard_state(local.get(), owned, parameters, frozen_state_);
-    for (const auto i : thawed) frozen_state_.erase(parameters[i].name);
+    sharding::load_shard_state(local.get(), owned, parameters, frozen_state);
+    for (const auto i : thawed) frozen_state.erase(parameters[i].name);
   }
   shards.note_trainability();
 }
@@ -310,7 +309,7 @@ OptimizerStateDict ZeroRedundancyOptimizer::Impl::gather_state(int to) {
   dict.groups = groups();
   dict.state =
       sharding::gather_shard_state(local.get(), shards.owned(), shards.parameters(), group, to);
-  if (to < 0 || to == group.rank()) dict.state.insert(frozen_state_.begin(), frozen_state_.end());
+  if (to < 0 || to == group.rank()) dict.state.insert(frozen_state.begin(), frozen_state.end());
   return dict;
 }
 
@@ -340,20 +339,10 @@ void ZeroRedundancyOptimizer::Impl::load(const OptimizerStateDict& dict) {
   for (size_t g = 0; g < names.size(); ++g)
     set_options(outer_.param_groups()[g].options(), dict.groups[g].options);
   local.take_options_of(outer_);
-  frozen_state_.clear();
+  frozen_state.clear();
   for (const auto& [name, state] : dict.state)
-    if (!shards.in_bucket(index[name])) frozen_state_.emplace(name, state);
+    if (!shards.in_bucket(index[name])) frozen_state.emplace(name, state);
   sharding::load_shard_state(local.get(), shards.owned(), parameters, dict.state);
-}
-
-void ZeroRedundancyOptimizer::Impl::load_slices(std::vector<StateSlice>& slices) {
-  try {
-    sharding::take_state_slices(local.get(), parameter_shards(), slices);
-  } catch (const UsageError& error) {
-    throw UsageError(fmt::format("{}: {}", prefix(), error.what()));
-  }
-  shards.take_residuals(slices);
-  frozen_state_.clear();
 }
 
 std::vector<ParameterShard> ZeroRedundancyOptimizer::Impl::parameter_shards() const {

@@ -72,6 +72,9 @@ class ZeroRedundancyOptimizer::Impl {
   zero::LocalOptimizer local;
   zero::NormTracker norm;
   std::optional<OptimizerStateDict> consolidated;
+  /// State, from a state dict or slices, of parameters that have been frozen since construction.
+  /// The same on all ranks.
+  std::map<std::string, ParamState> frozen_state;
   sharding::ModuleBuffers buffers;
   bool no_module = true;  ///< track_buffers() was not called.
   bool has_data = true;   ///< False while this rank takes part in a join without data.
@@ -104,9 +107,6 @@ class ZeroRedundancyOptimizer::Impl {
   OptimizerFactory factory_;
   bool beside_ddp_;  // reduce_gradients was switched off
   std::vector<sharding::WrappedParameters> wrapped_;
-  /// State, from a state dict, of parameters that have been frozen since construction. The same on
-  /// all ranks.
-  std::map<std::string, ParamState> frozen_state_;
   bool stepped_ = false;
 };
 

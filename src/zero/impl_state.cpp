@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 #include <torch/serialize.h>
 
+#include "sharding/bucket.h"
+#include "sharding/replace_state.h"
 #include "sharding/shard_state.h"
 #include "tessera/error.h"
 #include "zero/impl.h"
@@ -71,6 +73,30 @@ void ZeroRedundancyOptimizer::Impl::load(torch::serialize::InputArchive& archive
   const auto plain = plain_optimizer();
   plain.optimizer->load(archive);
   load(tessera::state_dict(*plain.optimizer, plain.parameters));
+}
+
+void ZeroRedundancyOptimizer::Impl::load_slices(std::vector<StateSlice>& slices) {
+  try {
+    sharding::take_state_slices(local.get(), parameter_shards(), slices);
+  } catch (const UsageError& error) {
+    throw UsageError(fmt::format("{}: {}", prefix(), error.what()));
+  }
+  shards.take_residuals(slices);
+  frozen_state.clear();
+  std::map<std::string, at::Tensor> frozen;
+  for (size_t i = 0; i < shards.parameters().size(); ++i)
+    if (!shards.in_bucket(i))
+      frozen.emplace(shards.parameters()[i].name, shards.parameters()[i].tensor);
+  for (const auto& slice : slices) {
+    const auto found = frozen.find(slice.parameter);
+    if (found == frozen.end() || slice.numel != found->second.numel() || slice.stateless())
+      continue;
+    auto state = slice.state;
+    for (auto& [key, tensor] : state.tensors)
+      if (tensor.dim() == 1 && tensor.numel() == slice.numel)
+        tensor = sharding::window(tensor, 0, found->second);
+    frozen_state.emplace(slice.parameter, std::move(state));
+  }
 }
 
 OptimizerStateDict ZeroRedundancyOptimizer::Impl::local_state() const {

@@ -137,6 +137,11 @@ std::vector<ParameterShard> ZeroRedundancyOptimizer::shards() const {
 std::vector<StateSlice> ZeroRedundancyOptimizer::state_slices() const {
   auto slices = tessera::state_slices(impl_->local.get(), shards());
   impl_->shards.add_residuals(slices);
+  for (const auto& [name, tensor] : impl_->shards.parameters()) {
+    const auto found = impl_->frozen_state.find(name);
+    if (found != impl_->frozen_state.end() && impl_->group.rank() == 0)
+      slices.push_back({whole_shard(name, tensor), found->second});
+  }
   return slices;
 }
 

@@ -28,7 +28,7 @@ torch::nn::Sequential small_net(double dropout = 0) {
   return net;
 }
 
-enum class Kind { ddp, zero, fsdp };
+enum class Kind { ddp, zero, zero_shared, fsdp };
 
 /// Trains on this rank's buffer from the newest checkpoint up to `end` steps, saves, and returns
 /// the losses.
@@ -57,9 +57,10 @@ std::vector<double> train_loop(Kind kind, ProcessGroup group, int64_t end) {
     torch::optim::Adam optimizer(net->parameters(), options);
     run(
         {*net, optimizer, &buffer}, [&](at::Tensor x) { return ddp(x); }, optimizer);
-  } else if (kind == Kind::zero) {
+  } else if (kind != Kind::fsdp) {
     ZeroRedundancyOptimizer optimizer(*net, group,
-                                      default_optimizers().factory("Adam", {{"lr", 0.02}}));
+                                      default_optimizers().factory("Adam", {{"lr", 0.02}}),
+                                      {.share_parameters = kind == Kind::zero_shared});
     run(
         {*net, optimizer, &buffer}, [&](at::Tensor x) mutable { return net->forward(x); },
         optimizer);
@@ -86,7 +87,7 @@ class LoopCheckpoint : public testing::TrainFixture {
 };
 
 TEST_F(LoopCheckpoint, AStoppedLoopGoesOnWithTheSameBits) {
-  for (const Kind kind : {Kind::ddp, Kind::zero, Kind::fsdp}) {
+  for (const Kind kind : {Kind::ddp, Kind::zero, Kind::zero_shared, Kind::fsdp}) {
     for (const int world : {1, 2, 3}) {
       std::filesystem::remove_all("loop");
       const auto straight = loop(kind, world, 8);
@@ -95,6 +96,70 @@ TEST_F(LoopCheckpoint, AStoppedLoopGoesOnWithTheSameBits) {
       const auto rest = loop(kind, world, 8);
       parts.insert(parts.end(), rest.begin(), rest.end());
       EXPECT_EQ(texts(parts), texts(straight)) << static_cast<int>(kind) << " world " << world;
+    }
+  }
+}
+
+/// Steps [from, end) with momentum. The last layer is frozen in steps [`begin`, `stop`).
+std::string train_frozen(Kind kind, const ProcessGroup& group, int64_t end, int64_t begin,
+                         int64_t stop) {
+  auto net = small_net();
+  const auto layer = net->ptr(3);
+  const auto freeze = [&](int64_t step) {
+    for (auto& parameter : layer->parameters())
+      parameter.set_requires_grad(step < begin || step >= stop);
+  };
+  freeze(0);
+  const CheckpointStore store("loop", group);
+  const auto factory = default_optimizers().factory("SGD", {{"lr", 0.1}, {"momentum", 0.9}});
+  const auto run = [&](LoopParts parts, auto forward, torch::optim::Optimizer& optimizer) {
+    for (int64_t step = load(store, parts); step < end; ++step) {
+      freeze(step);
+      const at::Tensor i = at::arange(5, at::kFloat) + step * 10 + group.rank();
+      for (const auto& parameter : optimizer.param_groups()[0].params())
+        parameter.mutable_grad() = at::Tensor();
+      at::mse_loss(forward(at::stack({i.sin(), i.cos(), i * 0.01}, 1)), i.sin().unsqueeze(1))
+          .backward();
+      optimizer.step();
+    }
+    save(store, end, parts);
+  };
+  if (kind == Kind::ddp) {
+    DistributedDataParallel ddp(net, group);
+    const auto optimizer = factory({torch::optim::OptimizerParamGroup(net->parameters())});
+    run(
+        {*net, *optimizer}, [&](at::Tensor x) { return ddp(x); }, *optimizer);
+  } else if (kind != Kind::fsdp) {
+    ZeroRedundancyOptimizer optimizer(*net, group, factory,
+                                      {.share_parameters = kind == Kind::zero_shared});
+    run(
+        {*net, optimizer}, [&](at::Tensor x) mutable { return net->forward(x); }, optimizer);
+  } else {
+    FullyShardedDataParallel fsdp(net, group);
+    const auto optimizer = factory({torch::optim::OptimizerParamGroup(fsdp.parameters())});
+    run(
+        {fsdp, *optimizer}, [&](at::Tensor x) { return fsdp(x); }, *optimizer);
+    return c10::str(fsdp.full_parameter("3.weight", -1));
+  }
+  return c10::str(net->parameters()[2]);
+}
+
+TEST_F(LoopCheckpoint, ALayerThatIsFrozenForAWhileKeepsItsState) {
+  for (const Kind kind : {Kind::ddp, Kind::zero, Kind::zero_shared, Kind::fsdp}) {
+    for (const auto& [begin, stop, pause] :
+         std::vector<std::array<int64_t, 3>>{{2, 6, 4}, {0, 3, 5}, {0, 3, 2}, {0, 7, 5}}) {
+      std::filesystem::remove_all("loop");
+      std::string straight, parts;
+      const auto go = [&](int64_t end, std::string& text) {
+        testing::run_ranks(2, [&](const ProcessGroup& group, int rank) {
+          const auto values = train_frozen(kind, group, end, begin, stop);
+          if (rank == 0) text = values;
+        });
+      };
+      go(9, straight);
+      std::filesystem::remove_all("loop");
+      for (const int64_t to : {pause, pause + 1, int64_t{9}}) go(to, parts);
+      EXPECT_EQ(parts, straight) << static_cast<int>(kind) << " frozen from " << begin;
     }
   }
 }

@@ -206,7 +206,8 @@ TEST_F(FreezeTest, ARunResumesFromACheckpointThatWasWrittenWhileALayerIsFrozen) 
         "parallel.type=ZeroRedundancyOptimizer",
         "parallel={type: ZeroRedundancyOptimizer, partition: whole}",
         "parallel={type: ZeroRedundancyOptimizer, shard_gradients: true, share_parameters: true}",
-        "parallel={type: DistributedOptimizer, reduce_method: mean}"}) {
+        "parallel={type: DistributedOptimizer, reduce_method: mean}",
+        "parallel={type: FullyShardedDataParallel, wrap_policy: {type: leaves}}"}) {
     const int world = wrapper == "parallel.type=none" ? 1 : 2;
     fs::remove_all("whole");
     fs::remove_all("parts");

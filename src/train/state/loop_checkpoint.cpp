@@ -1,5 +1,7 @@
 #include "tessera/train/loop_checkpoint.h"
 
+#include <set>
+
 #include <fmt/format.h>
 
 #include "tessera/error.h"
@@ -41,12 +43,23 @@ void load_samples(const Checkpoint& checkpoint, int rank, int ranks, SampleBuffe
   }
 }
 
+/// Adds those of `chosen` that are not among `shards`.
+void add_whole(const torch::nn::Module& net, std::vector<ParameterShard>& shards,
+               bool (*chosen)(const at::Tensor&)) {
+  std::set<std::string> there;
+  for (const auto& shard : shards) there.insert(shard.parameter);
+  for (const auto& [name, tensor] : named_parameters(net))
+    if (tensor.defined() && tensor.numel() > 0 && chosen(tensor) && !there.contains(name))
+      shards.push_back(whole_shard(name, tensor));
+}
+
 }  // namespace
 
 LoopParts::LoopParts(torch::nn::Module& net, torch::optim::Optimizer& optimizer,
                      SampleBuffer* buffer, bool rng)
     : buffer_(buffer), rng_(rng) {
-  const auto shards = parameter_shards(named_parameters(net));
+  std::vector<ParameterShard> shards;
+  add_whole(net, shards, [](const at::Tensor&) { return true; });
   weights_ = [&net] { return state_dict(net); };
   load_weights_ = [&net](const ModuleStateDict& state) { load_state_dict(net, state); };
   shards_ = [shards] { return shards; };
@@ -62,8 +75,14 @@ LoopParts::LoopParts(torch::nn::Module& net, ZeroRedundancyOptimizer& optimizer,
                      SampleBuffer* buffer, bool rng)
     : buffer_(buffer), rng_(rng) {
   weights_ = [&net] { return state_dict(net); };
-  load_weights_ = [&net](const ModuleStateDict& state) { load_state_dict(net, state); };
-  shards_ = [&optimizer] { return optimizer.shards(); };
+  load_weights_ = [&](const ModuleStateDict& state) {
+    optimizer.with_shared_write([&] { load_state_dict(net, state); });
+  };
+  shards_ = [&] {
+    auto shards = optimizer.shards();
+    add_whole(net, shards, [](const at::Tensor& tensor) { return !tensor.requires_grad(); });
+    return shards;
+  };
   slices_ = [&optimizer](int) { return optimizer.state_slices(); };
   load_slices_ = [&optimizer](std::vector<StateSlice> slices) {
     optimizer.load_state_slices(std::move(slices));
@@ -75,13 +94,13 @@ LoopParts::LoopParts(FullyShardedDataParallelBase& fsdp, torch::optim::Optimizer
     : buffer_(buffer), rng_(rng) {
   weights_ = [&fsdp] { return fsdp.state_dict(); };
   load_weights_ = [&fsdp](const ModuleStateDict& state) { fsdp.load_state_dict(state); };
-  shards_ = [&fsdp] { return fsdp.shards(); };
+  shards_ = [&fsdp] { return fsdp.shards(true); };
   slices_ = [&fsdp, &optimizer](int) {
-    return fsdp.first_replica() ? state_slices(optimizer, fsdp.shards())
+    return fsdp.first_replica() ? state_slices(optimizer, fsdp.shards(true))
                                 : std::vector<StateSlice>();
   };
   load_slices_ = [&fsdp, &optimizer](std::vector<StateSlice> slices) {
-    load_state_slices(optimizer, fsdp.shards(), std::move(slices));
+    load_state_slices(optimizer, fsdp.shards(true), std::move(slices));
   };
 }
 
