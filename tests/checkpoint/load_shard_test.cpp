@@ -128,6 +128,10 @@ TEST_F(LoadShardTest, SlicesOfAnOptimizersStateAreThoseOfTheWholeState) {
                 file.load_slices({"weight", "bias"}, {{"other", {2}, 0, 2}});
               }),
               HasSubstr("it has no parameter \"other\""));
+  EXPECT_THAT(refusal([&] {
+                file.load_slices({"weight", "bias"}, {{"weight", {3, 4, 2, 2}, 0, 48}});
+              }),
+              HasSubstr("weight/exp_avg has shape [4, 3, 2, 2]; expected [3, 4, 2, 2]"));
   EXPECT_THAT(refusal([&] { file.load_slices({"weight"}, {}); }),
               HasSubstr("it has 2 parameters, given are the names of 1"));
 }

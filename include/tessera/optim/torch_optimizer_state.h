@@ -44,7 +44,8 @@ class TorchOptimizerStateFile {
   /// The state of parts of the parameters, one slice for each of `ranges`, without options. Reads
   /// only their elements of tensors that have the parameter's shape, if both are stored in
   /// row-major order; all other tensors are read whole. A parameter without state gets an empty
-  /// slice. Throws UsageError for a parameter that is not in `parameters`.
+  /// slice. Throws UsageError for a parameter that is not in `parameters`, and for a tensor with as
+  /// many elements as its parameter and another shape.
   std::vector<StateSlice> load_slices(const std::vector<std::string>& parameters,
                                       const std::vector<ElementRange>& ranges) const;
 

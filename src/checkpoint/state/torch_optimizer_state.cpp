@@ -7,6 +7,7 @@
 #include <set>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "checkpoint/io/safetensors_header.h"
 #include "checkpoint/pickle/torch_archive.h"
@@ -167,7 +168,13 @@ struct TorchOptimizerStateFile::Impl {
 
   /// The elements of `range` in the parameter's memory order.
   at::Tensor elements(const TorchTensor& from, const ElementRange& range) const {
-    if (from.shape != range.shape) return archive.load(from);
+    if (from.shape != range.shape) {
+      // As many elements as the parameter would pass for elements in its memory order.
+      if (from.numel > 1 && from.numel == c10::multiply_integers(range.shape))
+        refuse(fmt::format("{} has shape [{}]; expected [{}], that of the parameter", from.name,
+                           fmt::join(from.shape, ", "), fmt::join(range.shape, ", ")));
+      return archive.load(from);
+    }
     const bool row_major = range.strides.empty() || sharding::order_of(range).is_contiguous();
     if (!row_major)
       return sharding::in_memory_order(archive.load(from), sharding::order_of(range))
