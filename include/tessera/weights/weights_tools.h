@@ -29,7 +29,8 @@ struct ConvertOptions {
 /// Writes `from` to `to`, whose ending says the kind as in save_weights(). If both are folders, the
 /// other files of the folder, such as config.json and those of the tokenizer, are copied, too, and
 /// config.json gets the new dtype.
-/// Throws UsageError if `to` is a file that is read, or a folder and `from` has no tensors.
+/// Throws UsageError if `to` is a file that is read, or a folder and `from` has no tensors, and if
+/// finite values do not fit into the new dtype.
 void convert_weights(const Weights& from, const std::string& to,
                      const ConvertOptions& options = {});
 

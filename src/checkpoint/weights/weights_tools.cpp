@@ -12,11 +12,14 @@
 
 #include "checkpoint/io/digest.h"
 #include "checkpoint/io/safetensors_dtype.h"
+#include "checkpoint/io/safetensors_header.h"
 #include "checkpoint/weights/links.h"
 #include "checkpoint/weights/part_writers.h"
 #include "checkpoint/weights/weights_folder.h"
 #include "tessera/detail/write_file.h"
 #include "tessera/error.h"
+#include "tessera/safetensors_weights.h"
+#include "tessera/step/nonfinite.h"
 
 namespace tessera {
 
@@ -41,13 +44,35 @@ bool holds_weights(const fs::path& file) {
          file.string().ends_with(kWeightsIndexSuffix);
 }
 
+/// True if the index `from` names the file `to`.
+bool is_part(const fs::path& from, const fs::path& to) {
+  std::error_code ignored;
+  if (!from.string().ends_with(kWeightsIndexSuffix)) return false;
+  const auto names = parse_weights_index(from.string(), read_file("weights", from)).file_names();
+  return std::any_of(names.begin(), names.end(), [&](const std::string& name) {
+    return fs::equivalent(from.parent_path() / name, to, ignored);
+  });
+}
+
+/// UsageError if finite elements do not fit into the new dtype.
+at::Tensor converted(const Weights& from, const SafetensorsSpec& spec) {
+  const at::Tensor given = from.load(spec.name), result = given.to(spec.dtype);
+  const std::string there = nonfinite_text(result);
+  if (given.scalar_type() != spec.dtype && !there.empty() && there != nonfinite_text(given))
+    throw UsageError(fmt::format(
+        "weights: {}: tensor {} has values that do not fit into {}, which makes {}; expected "
+        "bfloat16, which has the range of float32, or no other dtype",
+        from.path(), safetensors::in_quotes(spec.name), c10::toString(spec.dtype), there));
+  return result;
+}
+
 /// A file must not be read and replaced at the same time.
 void check_distinct(const Weights& from, const std::string& to) {
   std::error_code ignored;
   const fs::path source = fs::path(from.path()).parent_path();
   const bool same = is_weights_folder(to)
                         ? fs::equivalent(source.empty() ? "." : source, to, ignored)
-                        : fs::equivalent(from.path(), to, ignored);
+                        : fs::equivalent(from.path(), to, ignored) || is_part(from.path(), to);
   if (same)
     throw UsageError("weights: " + to + ": is where the weights are read from; expected another " +
                      (is_weights_folder(to) ? "folder" : "file"));
@@ -125,8 +150,7 @@ void convert_weights(const Weights& from, const std::string& to, const ConvertOp
   PartWriters writers(to, specs, metadata);
   for (const auto& part : parts) {
     writers.begin(part);
-    for (const size_t i : part.tensors)
-      writers.write(i, from.load(specs[i].name).to(specs[i].dtype));
+    for (const size_t i : part.tensors) writers.write(i, converted(from, specs[i]));
   }
   writers.commit();
   if (!folder) return;
