@@ -3,6 +3,7 @@
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
+#include <torch/nn/utils/clip_grad.h>
 
 #include "harness/batches.h"
 #include "harness/buffers.h"
@@ -33,12 +34,13 @@ using testing::Uneven;
 OptimizerFactory sgd() { return default_optimizers().factory("SGD", {{"lr", 0.1}}); }
 
 TEST(DistributedSum, ASecondBackwardOntoReducedGradientsIsAnErrorOnAllRanks) {
-  for (const bool pack : {false, true}) {
+  for (const auto& [pack, clips] : {std::pair(false, false), {true, false}, {false, true}}) {
     const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
       auto net = seeded<Uneven>(1);
       DistributedOptimizer optimizer(*net, group, sgd(),
                                      {.reduce_method = "sum", .param_pack = pack});
       optimizer.backward(loss_of(net(rows(0, rank, 2))));
+      if (clips) torch::nn::utils::clip_grad_norm_(net->parameters(), 1e-3);
       optimizer.backward(loss_of(net(rows(1, rank, 2))));
     });
     expect_usage_errors(errors, "expected zero_grad() before it");
@@ -58,7 +60,7 @@ TEST(DistributedSum, ClearedOrLocalGradientsMayBeAddedTo) {
             auto no_sync = optimizer.no_sync();
             optimizer.backward(loss_of(net(rows(step, rank, 2))));
           }
-          optimizer.backward(loss_of(net(rows(step + 1, rank, 2))));
+          optimizer.backward(loss_of(net(rows(step + 1, rank, 2) * (step == 2 ? NAN : 1))));
           optimizer.step();
         }
       });

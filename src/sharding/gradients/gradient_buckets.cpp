@@ -123,7 +123,7 @@ void GradientBuckets::store(size_t i, const at::Tensor& computed, bool copy) {
   if (!grad.defined()) return;
   grad = dense_gradient(component_, parameters_[i].name, grad, rank_);
   placement_.arrived(i, grad);
-  if (!is_cleared(i, 1)) stale_ = i;
+  if (!is_cleared(i, computed)) stale_ = i;
   if (!as_views_) {
     if (copy) place(grad, window(i));
     return;
@@ -235,21 +235,27 @@ void GradientBuckets::mark_overwritten(size_t i) {
 
 std::string GradientBuckets::uncleared() {
   for (size_t i = 0; i < parameters_.size() && stale_ == kNone; ++i)
-    if (!is_cleared(i, 0)) stale_ = i;
+    if (!is_cleared(i, {})) stale_ = i;
   return stale_ == kNone ? "" : parameters_[std::exchange(stale_, kNone)].name;
 }
 
-/// Autograd adds in place to a `.grad` that was not cleared, which changes its version by one.
-/// Clearing it in place changes the version once more, and clearing it by reset makes a new tensor.
-bool GradientBuckets::is_cleared(size_t i, uint32_t changes_by_autograd) {
+/// Autograd adds `arrived` in place to a `.grad` that was not cleared, which changes its version by
+/// one. A further change may be a clearing in place, or a write that keeps the values, as clipping
+/// is. A clearing by reset makes a new tensor.
+bool GradientBuckets::is_cleared(size_t i, const at::Tensor& arrived) {
   const auto found = overwritten_.find(i);
   if (found == overwritten_.end()) return true;
   const auto [before, version] = found->second;
   const auto& now = gradient(i);
-  const bool cleared =
-      !now.is_same(before) || static_cast<uint32_t>(now._version()) > version + changes_by_autograd;
-  if (cleared) overwritten_.erase(found);
-  return cleared;
+  if (now.is_same(before)) {
+    if (static_cast<uint32_t>(now._version()) <= version + (arrived.defined() ? 1 : 0))
+      return false;
+    auto rest = now;
+    if (arrived.defined()) rest = now - (arrived.is_sparse() ? arrived.to_dense() : arrived);
+    if (rest.ne(0).logical_and(rest.eq(rest)).any().item<bool>()) return false;  // not for NaN
+  }
+  overwritten_.erase(found);
+  return true;
 }
 
 }  // namespace tessera::sharding

@@ -112,7 +112,7 @@ class GradientBuckets {
   const at::Tensor& writable_window(size_t parameter);
   bool holds_other_tensor(size_t parameter) const;
   void displace(size_t bucket);
-  bool is_cleared(size_t parameter, uint32_t changes_by_autograd);
+  bool is_cleared(size_t parameter, const at::Tensor& arrived);
   std::unique_ptr<Page> put_on_page(size_t index, Bucket& bucket);
   std::set<LocalNorms::Gradient> gradients();
 
