@@ -187,12 +187,46 @@ TEST_F(LoopCheckpoint, AnotherNumberOfRanksGetsAllSamples) {
   }
 }
 
+/// Rank 1 has no shard, so that the state of another optimizer is no problem there.
+TEST_F(LoopCheckpoint, AnErrorOfOneRankIsThrownOnAll) {
+  const auto errors = testing::run_ranks_catching(2, [](const ProcessGroup& group, int) {
+    torch::nn::Linear net(torch::nn::LinearOptions(3, 1).bias(false));
+    const CheckpointStore store("loop", group);
+    for (const std::string type : {"SGD", "Adam"}) {
+      const OptionMap options = type == "SGD" ? OptionMap{{"momentum", 0.9}} : OptionMap();
+      ZeroRedundancyOptimizer optimizer(*net, group, default_optimizers().factory(type, options),
+                                        {.partition = Partition::whole});
+      load(store, {*net, optimizer});
+      net(at::ones({2, 3})).sum().backward();
+      optimizer.step();
+      save(store, 1, {*net, optimizer});
+    }
+  });
+  for (const auto& error : errors)
+    EXPECT_NE(testing::message_of(error).find("the tensor exp_avg is missing"), std::string::npos)
+        << testing::message_of(error);
+}
+
 TEST_F(LoopCheckpoint, WithoutACheckpointNothingChanges) {
   auto net = small_net(), same = small_net();
   torch::optim::Adam optimizer(net->parameters());
   EXPECT_EQ(load(CheckpointStore("loop"), {*net, optimizer}), 0);
   for (size_t i = 0; i < net->parameters().size(); ++i)
     EXPECT_TRUE(at::equal(net->parameters()[i], same->parameters()[i]));
+}
+
+TEST_F(LoopCheckpoint, ALoopWithSamplesThatAreNotFiniteGoesOn) {
+  auto net = small_net();
+  torch::optim::Adam optimizer(net->parameters());
+  SampleBuffer buffer, loaded;
+  buffer.add(at::full({2, 3}, NAN), at::ones({2, 1}));
+  const CheckpointStore store("loop");
+  for (const int64_t step : {3, 5}) save(store, step, {*net, optimizer, &buffer});
+  EXPECT_EQ(load(store, {*net, optimizer, &loaded}), 5);
+  EXPECT_EQ(loaded.size(), 2);
+  save(store, 7, {*net, optimizer});
+  save(store, 8, {*net, optimizer, &buffer});
+  EXPECT_EQ(load(store, {*net, optimizer}), 7);
 }
 
 TEST_F(LoopCheckpoint, MissingSamplesAreAnErrorThatChangesNothing) {

@@ -50,11 +50,12 @@ class LoopParts {
 /// CheckpointWriter::commit(). Collective.
 std::string save(const CheckpointStore& store, int64_t step, const LoopParts& parts);
 
-/// Continues from the newest sound checkpoint of the store's folder, written by any number of ranks
-/// and under any wrapper. Returns its step; 0 if there is none, and then nothing changes. All
-/// digests are compared first. With another number of ranks than at the save, rank r gets the
-/// samples of ranks r, r + W, …, and keeps its own random numbers. UsageError on all ranks if the
-/// checkpoint has no samples and there is a buffer. Collective.
+/// Continues from the newest sound checkpoint of the store's folder, or from the newest one if none
+/// is sound, written by any number of ranks and under any wrapper. Rank 0 logs a warning if the
+/// newest one has elements that are not finite. Returns the step; 0 if there is no checkpoint, and
+/// then nothing changes. All digests are compared first. With another number of ranks than at the
+/// save, rank r gets the samples of ranks r, r + W, …, and keeps its own random numbers. UsageError
+/// on all ranks if the checkpoint has no samples and there is a buffer. Collective.
 int64_t load(const CheckpointStore& store, const LoopParts& parts);
 
 }  // namespace tessera

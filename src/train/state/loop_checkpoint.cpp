@@ -3,8 +3,10 @@
 #include <set>
 
 #include <fmt/format.h>
+#include <spdlog/spdlog.h>
 
 #include "tessera/error.h"
+#include "tessera/step/agreement.h"
 #include "train/state/random_state.h"
 
 namespace tessera {
@@ -117,8 +119,13 @@ std::string save(const CheckpointStore& store, int64_t step, const LoopParts& pa
 
 int64_t load(const CheckpointStore& store, const LoopParts& parts) {
   const ProcessGroup& group = store.group();
-  const auto path = latest_sound_checkpoint(store.folder(), group);
-  if (!path) return 0;
+  const auto newest = latest_checkpoint(store.folder(), group);
+  if (!newest) return 0;
+  auto path = latest_sound_checkpoint(store.folder(), group);
+  if (newest != path && group.rank() == 0)
+    spdlog::warn("tessera: {} has elements that are not finite; {} is taken", *newest,
+                 path ? *path : "as none is sound, it");
+  if (!path) path = newest;
   const Checkpoint checkpoint(*path, group);
   checkpoint.verify(group);
   const auto shards = parts.shards_();
@@ -134,10 +141,12 @@ int64_t load(const CheckpointStore& store, const LoopParts& parts) {
         checkpoint.contains(random_of(group.rank())))
       random = tensors_of(checkpoint, random_of(group.rank()));
   });
-  if (parts.buffer_ != nullptr) *parts.buffer_ = std::move(samples);
-  train::set_random_state(random, at::kCPU);
-  parts.load_weights_(weights);
-  parts.load_slices_(std::move(slices));
+  agree(group, [&] {
+    if (parts.buffer_ != nullptr) *parts.buffer_ = std::move(samples);
+    train::set_random_state(random, at::kCPU);
+    parts.load_weights_(weights);
+    parts.load_slices_(std::move(slices));
+  });
   return checkpoint.step();
 }
 
