@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include <fmt/format.h>
+
 #include "zero/local_optimizer.h"
 
 namespace tessera::zero {
@@ -50,6 +52,21 @@ void ShardedGradient::hide_placeholders() {
   });
   if (had_any && !sums_.any()) wire_.end_step(false);
   placeholders_->take_away();
+  // Another tensor as `.grad` of a shard, or none, would have no effect.
+  for (size_t b = 0; b < shards_.buckets().size(); ++b) {
+    for (const auto& shard : shards_.buckets()[b].shards) {
+      if (!sums_.has_sum(b) || !sums_.used(shard.parameter) || shard.numel == 0) continue;
+      const auto& grad = shard.tensor.grad();
+      if (grad.defined() && grad.storage().is_alias_of(segment(b).storage()) &&
+          grad.storage_offset() == segment(b).storage_offset() + shard.at)
+        continue;
+      group_.fail(fmt::format(
+          "{}: shard_gradients: .grad of this rank's shard of parameter {} was {}, which would be "
+          "ignored; expected changes in place, or optimizer.zero_grad()",
+          prefix_, shards_.parameters()[shard.parameter].name,
+          grad.defined() ? "replaced" : "cleared"));
+    }
+  }
 }
 
 void ShardedGradient::zero_own_part(size_t parameter) {
@@ -114,9 +131,12 @@ void ShardedGradient::clear(bool set_to_none) {
     if (placeholders_) placeholders_->take_away();
     sums_.clear();
   }
-  for (size_t b = 0; b < shards_.buckets().size(); ++b)
+  for (size_t b = 0; b < shards_.buckets().size(); ++b) {
     if (set_to_none) LocalOptimizer::clear_gradients(shards_.buckets()[b]);
-    else if (sums_.has_sum(b)) segment(b).zero_();
+    if (set_to_none || !sums_.has_sum(b)) continue;
+    LocalOptimizer::set_gradients(shards_.buckets()[b], segment(b).zero_(),
+                                  [this](size_t i) { return sums_.used(i); });
+  }
 }
 
 /// A rank without data does not call zero_grad(). Gradients that a step has used are cleared here,

@@ -158,6 +158,29 @@ TEST(ZeroShardGradients, AreTheGradientsOfShardsWhereTheyCanBeScaled) {
   }
 }
 
+TEST(ZeroShardGradients, OfAShardThatAreReplacedAreAnErrorOnEveryRank) {
+  for (const bool replaces : {true, false}) {
+    for (const auto& next : {"step", "backward", "zero_grad"}) {
+      const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
+        auto net = seeded<Uneven>(8);
+        Zero zero(*net, group, sgd(), sharded());
+        const auto backward = [&] { loss_of(net(rows(0, rank, 2))).backward(); };
+        backward();
+        for (auto& shard : zero.shards())
+          if (rank == 1)
+            shard.tensor.mutable_grad() = replaces ? shard.tensor.grad() * 0 : at::Tensor();
+        if (next == std::string("backward")) backward();
+        for (const bool to_none : {false, true})
+          if (next == std::string("zero_grad")) zero.zero_grad(to_none);
+        if (next == std::string("zero_grad")) backward();
+        zero.step();
+      });
+      if (next == std::string("zero_grad")) EXPECT_EQ(message_of(errors[0]), "");
+      else expect_usage_errors(errors, replaces ? "was replaced" : "was cleared");
+    }
+  }
+}
+
 TEST(ZeroShardGradients, AreDroppedByZeroGrad) {
   run_ranks(2, [](ProcessGroup group, int rank) {
     auto net = seeded<Uneven>(8), other = seeded<Uneven>(8);
