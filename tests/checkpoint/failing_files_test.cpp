@@ -11,6 +11,7 @@
 #include <sys/stat.h>
 
 #include "checkpoint/child.h"
+#include "checkpoint/io/file_descriptor.h"
 #include "checkpoint/store_fixture.h"
 #include "harness/ranks.h"
 #include "tessera/detail/write_file.h"
@@ -251,7 +252,7 @@ TEST_F(FailingFiles, TemporaryFilesOfAProcessThatEndedAreRemoved) {
   child.kill();
   write_file(base_ + "/log", "text");
   EXPECT_EQ(temporary(), 0);
-  const std::string foreign = base_ + "/.tessera-another-host-1-0-5.tmp";
+  const std::string foreign = base_ + "/.tessera-" + own_host() + "-2@1-0-5.tmp";
   for (const int hours : {0, 2}) {
     put_contents(foreign, "");
     make_old(foreign, hours);

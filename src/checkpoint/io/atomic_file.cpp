@@ -19,8 +19,9 @@ namespace {
 // that writes in the folder removes them. A writer holds a lock on its file. Locks of other hosts
 // may be invisible, so files of other hosts must also be unchanged for an hour.
 
-/// The first part of the names of this host's temporary files.
-std::string own_prefix() { return ".tessera-" + own_host() + "-"; }
+/// The first part of the names of this host's temporary files. A host's name may begin with that of
+/// another one and "-".
+std::string own_prefix() { return ".tessera-" + own_host() + "@"; }
 
 // Unique among processes and hosts that share the folder, and short for any length of the final
 // name.
