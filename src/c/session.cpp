@@ -19,6 +19,17 @@ tessera_session* session_of(tessera::Config config, const tessera_group& group) 
   return made.release();
 }
 
+/// Checks the arguments of a call. An error on one rank is an error on all: the others meet the
+/// barrier in their next collective.
+void check_arguments(const tessera_session& session, const std::function<void()>& check) {
+  try {
+    check();
+  } catch (const tessera::UsageError& error) {
+    tessera::ProcessGroup(session.session.wrapper().group()).barrier(error.what());
+    throw;
+  }
+}
+
 /// The parameters of a binding, which computes the loss.
 struct Given : torch::nn::Module {
   Given(void* const* parameters, const char* const* names, int64_t count) {
@@ -101,8 +112,12 @@ int tessera_session_step(tessera_session* session, const tessera_array* inputs,
                          const tessera_array* targets, tessera_step* done) {
   return c_call([&] {
     need(session, "tessera_session_step", "session");
-    const auto step = session->session.step(tensor_of(inputs, "tessera_session_step: inputs"),
-                                            tensor_of(targets, "tessera_session_step: targets"));
+    tessera::Batch batch;
+    check_arguments(*session, [&] {
+      batch.inputs = tensor_of(inputs, "tessera_session_step: inputs");
+      batch.targets = tensor_of(targets, "tessera_session_step: targets");
+    });
+    const auto step = session->session.step(batch);
     if (done != nullptr)
       *done = {step.step, step.samples, step.loss,   step.grad_norm,
                step.lr,   step.updated, step.stopped};
@@ -113,7 +128,8 @@ int tessera_session_predict(tessera_session* session, const tessera_array* input
                             const tessera_array* outputs) {
   return c_call([&] {
     need(session, "tessera_session_predict", "session");
-    const at::Tensor rows = tensor_of(inputs, "tessera_session_predict: inputs");
+    at::Tensor rows;
+    check_arguments(*session, [&] { rows = tensor_of(inputs, "tessera_session_predict: inputs"); });
     const at::Tensor result = session->session.predict(rows);
     if (!rows.defined() || rows.size(0) == 0) return;
     need(outputs, "tessera_session_predict", "outputs");
@@ -125,11 +141,13 @@ int tessera_session_evaluate(tessera_session* session, const tessera_array* inpu
                              const tessera_array* targets, double* loss) {
   return c_call([&] {
     need(session, "tessera_session_evaluate", "session");
-    need(loss, "tessera_session_evaluate", "loss");
-    *loss = session->session
-                .evaluate(tensor_of(inputs, "tessera_session_evaluate: inputs"),
-                          tensor_of(targets, "tessera_session_evaluate: targets"))
-                .at("loss");
+    at::Tensor rows, wanted;
+    check_arguments(*session, [&] {
+      need(loss, "tessera_session_evaluate", "loss");
+      rows = tensor_of(inputs, "tessera_session_evaluate: inputs");
+      wanted = tensor_of(targets, "tessera_session_evaluate: targets");
+    });
+    *loss = session->session.evaluate(rows, wanted).at("loss");
   });
 }
 
@@ -187,9 +205,13 @@ int tessera_session_set_weight(tessera_session* session, const char* name,
                                const tessera_array* weight) {
   return c_call([&] {
     need(session, "tessera_session_set_weight", "session");
-    need(name, "tessera_session_set_weight", "name");
-    need(weight, "tessera_session_set_weight", "weight");
-    session->session.set_weight(name, tensor_of(*weight, "tessera_session_set_weight: weight"));
+    at::Tensor values;
+    check_arguments(*session, [&] {
+      need(name, "tessera_session_set_weight", "name");
+      need(weight, "tessera_session_set_weight", "weight");
+      values = tensor_of(*weight, "tessera_session_set_weight: weight");
+    });
+    session->session.set_weight(name, values);
   });
 }
 

@@ -37,6 +37,7 @@ void GradientShards::wait() {
 void GradientShards::clear() {
   summed_.clear();
   used_.clear();
+  wait();  // a reduction of a backward that has thrown
 }
 
 }  // namespace tessera::zero

@@ -256,6 +256,26 @@ TEST(CInterface, AMistakeIsACodeWithAText) {
                TESSERA_USAGE_ERROR, "a parameter is NULL");
 }
 
+TEST(CInterface, AWrongArrayOnOneRankIsAnErrorOnAll) {
+  testing::run_ranks(2, [](const ProcessGroup& ranks, int rank) {
+    Session c(config_with("ZeroRedundancyOptimizer"), ranks);
+    const at::Tensor x = inputs_of(1, 0), y = targets_of(x);
+    View mine(x);
+    if (rank == 1) mine.array.dtype = 7;
+    double loss = 0;
+    expect_error(tessera_session_step(c.handle, mine, View(y), nullptr), TESSERA_USAGE_ERROR,
+                 "tessera_session_step: inputs: dtype 7");
+    expect_error(tessera_session_predict(c.handle, mine, View(y)), TESSERA_USAGE_ERROR,
+                 "tessera_session_predict: inputs: dtype 7");
+    expect_error(tessera_session_evaluate(c.handle, View(x), View(y), rank == 1 ? nullptr : &loss),
+                 TESSERA_USAGE_ERROR, "loss is NULL");
+    expect_error(
+        tessera_session_set_weight(c.handle, "layers.0.bias", rank == 1 ? nullptr : &mine.array),
+        TESSERA_USAGE_ERROR, "weight is NULL");
+    expect_ok(tessera_session_step(c.handle, View(x), View(y), nullptr));  // it goes on
+  });
+}
+
 TEST(CInterface, AGroupSums) {
   testing::run_ranks(3, [](const ProcessGroup& ranks, int rank) {
     Group group(ranks);

@@ -291,6 +291,50 @@ TEST_F(Sessions, AWrongBatchIsAnErrorOnAllRanks) {
   });
 }
 
+TEST_F(Sessions, AnErrorOnOneRankIsAnErrorOnAllAtOnce) {
+  const auto [inputs, targets] = samples(0, 4);
+  const at::Tensor wide = at::ones({4, 7});
+  const auto weight_after = [&](const std::string& wrapper, bool throws) {
+    at::Tensor weight;
+    testing::run_ranks(3, [&](const ProcessGroup& group, int rank) {
+      TrainingSession session(config_with({wrapper, "train.ema.decay=0.9"}), group);
+      const auto begun = std::chrono::steady_clock::now();
+      const auto mine = [&](const at::Tensor& right) { return rank == 1 ? wide : right; };
+      const std::string words = "rank 1: mat1 and mat2 shapes cannot be multiplied (4x7 and 3x7)";
+      session.step(inputs, targets);
+      if (throws) {
+        expect_thrown([&] { session.predict(mine(inputs)); }, words);
+        expect_thrown([&] { session.evaluate(mine(inputs), targets); }, words);
+        expect_thrown([&] { session.step(mine(inputs), targets); }, words);
+      }
+      EXPECT_LT(std::chrono::steady_clock::now() - begun, group.timeout() / 2) << wrapper;
+      session.step(inputs * 0.5, targets);  // the session goes on
+      EXPECT_EQ(session.steps(), 2);
+      const at::Tensor whole = session.wrapper().whole_parameter("one.weight", 0);
+      if (rank == 0) weight = whole.clone();
+    });
+    return weight;
+  };
+  for (const auto& wrapper : wrappers()) {
+    if (wrapper.find("leaves") != wrapper.npos) continue;  // forward has collectives
+    EXPECT_TRUE(at::equal(weight_after(wrapper, false), weight_after(wrapper, true))) << wrapper;
+  }
+  // On several hosts, and where forward has collectives, the session may have ended afterwards.
+  for (const auto& wrapper : wrappers()) {
+    for (const auto& hosts : {std::vector<int>{0, 0}, {0, 1}, {0, 0, 1}}) {
+      testing::run_ranks_on(hosts, [&](const ProcessGroup& group, int rank) {
+        TrainingSession session(config_with({wrapper}), group);
+        const auto begun = std::chrono::steady_clock::now();
+        session.step(inputs, targets);
+        expect_thrown([&] { session.step(rank == 1 ? wide : inputs, targets); },
+                      "rank 1: mat1 and mat2 shapes");
+        expect_thrown([&] { session.step(rank == 1 ? wide : inputs, targets); }, "rank");
+        EXPECT_LT(std::chrono::steady_clock::now() - begun, group.timeout() / 2) << wrapper;
+      });
+    }
+  }
+}
+
 TEST_F(Sessions, AnErrorInAnEvaluationLeavesTheWeights) {
   testing::run_ranks(2, [&](const ProcessGroup& group, int) {
     TrainingSession session(

@@ -1,8 +1,10 @@
 #include "tessera/train/training_session.h"
 
+#include <algorithm>
 #include <cmath>
 #include <optional>
 #include <sstream>
+#include <tuple>
 
 #include <fmt/format.h>
 
@@ -55,6 +57,38 @@ std::vector<int64_t> gather_counts(const char* function, ProcessGroup group, con
   for (const int64_t count : result)
     if (count < 0) agree(group, [&] { check_batch(function, batch, parts); });
   return result;
+}
+
+/// Runs `part`, in which the ranks call collectives. An error on some ranks is an error on all:
+/// these ranks go to an exchange. The others meet it in place of a collective of `part`, which is
+/// an error of theirs, or, with `always`, after `part`.
+void together(ProcessGroup group, bool always, const std::function<void()>& part) {
+  if (group.size() == 1) return part();
+  constexpr char kErrorOfOneRank[] = "a rank has an error";
+  std::string text, kind;  // of the error: "1": a consequence, "2": this rank's own
+  std::vector<std::string> kinds;
+  for (bool done = false; kinds.empty();) {
+    try {
+      if (done) kinds = group.all_gather_bytes(kind, kErrorOfOneRank);
+      else part();
+      if (!done && !always) return;
+    } catch (const AgreedError&) {
+      throw;
+    } catch (const BrokenWorldError&) {
+      throw;
+    } catch (const std::exception& error) {
+      if (group.ended()) throw;
+      const std::string now = message_of(error);
+      const std::string of_now = now.find(kErrorOfOneRank) == now.npos ? "2" : "1";
+      if (of_now > kind) std::tie(kind, text) = std::tie(of_now, now);
+    }
+    done = true;
+  }
+  const auto worst = *std::max_element(kinds.begin(), kinds.end());
+  if (worst.empty()) return;
+  agree(group, [&] {
+    if (kind == worst) throw UsageError(text);
+  });
 }
 
 JoinIteration iteration_of(const std::vector<int64_t>& counts) {
@@ -141,20 +175,24 @@ struct TrainingSession::Impl {
     return copies.to_device(filled(std::move(batch), counts), run.context().device);
   }
 
-  /// `function` with the averaged weights in the model, which gets its own back, also after an
-  /// error.
-  template <class Function>
-  auto with_averages(const Function& function) {
-    std::optional<decltype(function())> result;
+  /// `part` with the averaged weights in the model, which gets its own back, also after an error.
+  void with_averages(const std::function<void()>& part) {
     run.models().swap_averages();
     try {
-      result = function();
+      together(group(), true, part);
     } catch (...) {
       run.models().swap_averages();
       throw;
     }
     run.models().swap_averages();
-    return *std::move(result);
+  }
+
+  /// Of a step that has thrown, with the errors that its collectives still have.
+  void drop_gradients() {
+    try {
+      run.models().whole().drop_gradients();
+    } catch (const UsageError&) {
+    }
   }
 
   std::string layout_of(const at::Tensor& tensor) const {
@@ -211,7 +249,13 @@ SessionStep TrainingSession::step(const Batch& batch) {
     if (joins || own.joined) own.run.on_join(iteration);
     own.joined = joins;
     const bool mine = counts[static_cast<size_t>(own.group().rank())] > 0;
-    own.run.iteration(mine ? std::optional(batch) : std::nullopt);
+    try {
+      together(own.group(), false,
+               [&] { own.run.iteration(mine ? std::optional(batch) : std::nullopt); });
+    } catch (const AgreedError&) {
+      own.drop_gradients();
+      throw;
+    }
     const train::StepRecord& record = own.run.now().record;
     done.samples = record.samples;
     done.loss = record.loss;
@@ -233,8 +277,8 @@ at::Tensor TrainingSession::predict(const at::Tensor& inputs) {
   const Batch batch = own.batch_of_all({inputs, {}, {}}, counts);
   const torch::NoGradGuard no_grad;
   const train::EvaluationMode mode(model());
-  const at::Tensor result =
-      own.with_averages([&] { return own.run.models().whole().val_step(batch); });
+  at::Tensor result;
+  own.with_averages([&] { result = own.run.models().whole().val_step(batch); });
   const bool mine = counts[static_cast<size_t>(own.group().rank())] > 0;
   return mine ? result : result.narrow(0, 0, 0);
 }
@@ -251,8 +295,9 @@ std::map<std::string, double> TrainingSession::evaluate(const at::Tensor& inputs
   const train::EvaluationMode mode(model());
   Evaluated evaluated;
   const auto& metrics = own.config.metrics;
-  const ParsedLosses losses = own.with_averages([&] {
-    return own.run.models().whole().val_losses(batch, metrics.empty() ? nullptr : &evaluated);
+  ParsedLosses losses;
+  own.with_averages([&] {
+    losses = own.run.models().whole().val_losses(batch, metrics.empty() ? nullptr : &evaluated);
   });
   const auto numbers = train::read_figures(losses.values);
   const auto weight = static_cast<double>(counts[static_cast<size_t>(group.rank())]);
@@ -265,7 +310,9 @@ std::map<std::string, double> TrainingSession::evaluate(const at::Tensor& inputs
   for (size_t i = 0; i < numbers.size(); ++i)
     figures[losses.values[i].first] =
         total[static_cast<int64_t>(i) + 1].item<double>() / total[0].item<double>();
-  for (const auto& metric : metrics) add_metric(metric, evaluated, counts, group, figures);
+  together(group, false, [&] {
+    for (const auto& metric : metrics) add_metric(metric, evaluated, counts, group, figures);
+  });
   return figures;
 }
 
