@@ -322,7 +322,8 @@ bool Residency::may_follow(bool step_over) const {
   if (!units_may_differ(model_, join_leader_)) return false;
   return (step_over && turn_ > 0) ||
          std::any_of(model_.units.begin(), model_.units.end(), [&](const Unit& unit) {
-           return unit.state == Unit::State::released && (step_over || unit.last_use <= begin_);
+           return unit.state == Unit::State::released && unit.gathered_bytes() > 0 &&
+                  (step_over || unit.last_use <= begin_);
          });
 }
 
