@@ -177,6 +177,7 @@ void Residency::gather_needed(Phase phase) {
     moved |= order_.touch(u, phase);
     all_resident &= model_.units[u].state == Unit::State::resident;
     model_.units[u].last_use = ++clock_;
+    model_.units[u].in_forward = true;
   }
   if (!moved && all_resident) return;
   if (join_leader_.must_broadcast() && (backward || followed_))
@@ -286,8 +287,10 @@ void Residency::begin_forward(bool full_precision) {
     if (followed_) join_leader_.broadcast_event(ForwardBegins{full_precision});
     synchronize_changes();
     turn_ = 0;
-    begin_ = clock_;
-    for (auto& unit : model_.units) unit.note_versions();
+    for (auto& unit : model_.units) {
+      unit.note_versions();
+      unit.in_forward = false;
+    }
   }
   ++forwards_;
 }
@@ -301,7 +304,8 @@ void Residency::shadow_use(const UnitsUsed& event) {
 void Residency::end_forward(bool step_over) {
   const std::lock_guard lock(*model_.mutex);
   if (--forwards_ > 0) return;
-  const bool meets = may_follow(step_over);
+  const bool meets =
+      units_may_differ(model_, join_leader_) && may_follow(model_, step_over, turn_ > 0);
   if (step_over) {
     end_step();
     copies_.wait();
@@ -311,20 +315,9 @@ void Residency::end_forward(bool step_over) {
     wait_for_readers("end of forward", meets);
   } catch (const comm::Diverged&) {
     diverge();
-    wait_for_readers("end of forward", may_follow(step_over));
+    wait_for_readers("end of forward", may_follow(model_, step_over, turn_ > 0));
     if (step_over) end_step();
   }
-}
-
-/// Whether another rank may gather a unit in this forward after this rank has left it. If no
-/// backward follows, the gather would meet a collective of the program.
-bool Residency::may_follow(bool step_over) const {
-  if (!units_may_differ(model_, join_leader_)) return false;
-  return (step_over && turn_ > 0) ||
-         std::any_of(model_.units.begin(), model_.units.end(), [&](const Unit& unit) {
-           return unit.state == Unit::State::released && unit.gathered_bytes() > 0 &&
-                  (step_over || unit.last_use <= begin_);
-         });
 }
 
 void Residency::abandon_forward(bool step_over) {
@@ -351,7 +344,7 @@ void Residency::end_step() {
   order_ = UseOrder(model_.units.size());
   phase_ = Phase::forward;
   turn_ = 0;
-  for (auto& unit : model_.units) unit.last_use = begin_ = 0;
+  for (auto& unit : model_.units) unit.last_use = 0;
   for (auto* flat : model_.flats)
     for (auto* slots : {flat->compute.slots, flat->gradients.slots})
       if (slots) slots->sort_free();

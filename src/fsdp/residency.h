@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 
 #include "comm/base/comm_stream.h"
@@ -77,7 +78,6 @@ class Residency : public sharding::PageOwner {
   bool prefetch(Unit& unit, Phase phase, size_t distance);
   void synchronize_changes();
   void end_step();
-  bool may_follow(bool step_over) const;
   void wait_for_readers(const char* tag, bool meets = false);
   size_t index_of(const Unit& unit) const { return &unit - model_.units.data(); }
 
@@ -88,11 +88,11 @@ class Residency : public sharding::PageOwner {
   UseOrder order_;
   comm::CommStream stream_;
   HostCopies copies_{stream_};
-  std::vector<size_t> needed_;      // units that the current operator uses
-  size_t look_ahead_;               // units that are gathered before their use
-  uint64_t clock_ = 0, begin_ = 0;  // the uses so far, and before this forward
-  Phase phase_ = Phase::forward;    // of the last use
-  size_t turn_ = 0;                 // gathers in this phase: see [Note: lanes]
+  std::vector<size_t> needed_;  // units that the current operator uses
+  size_t look_ahead_;           // units that are gathered before their use
+  uint64_t clock_ = 0;
+  Phase phase_ = Phase::forward;  // of the last use
+  size_t turn_ = 0;               // gathers in this phase: see [Note: lanes]
   std::atomic<int> forwards_ = 0;
   std::atomic<bool> backward_ = false;  // a backward runs and has used a page
   // True if ranks without data take part in the current forward; they skip forwards without
@@ -106,6 +106,16 @@ inline bool units_may_differ(const ShardedModel& model, const JoinLeader& join_l
 }
 inline bool may_diverge(const ShardedModel& model, const JoinLeader& join_leader) {
   return !model.diverged && units_may_differ(model, join_leader);
+}
+
+/// Whether another rank may gather a unit in this forward after this rank has left it. If no
+/// backward follows, the gather would meet a collective of the program.
+inline bool may_follow(const ShardedModel& model, bool step_over, bool gathered) {
+  return (step_over && gathered) ||
+         std::any_of(model.units.begin(), model.units.end(), [&](const Unit& unit) {
+           return unit.state == Unit::State::released && unit.gathered_bytes() > 0 &&
+                  (step_over || !unit.in_forward);
+         });
 }
 
 }  // namespace tessera::fsdp

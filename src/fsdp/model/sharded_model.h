@@ -58,8 +58,8 @@ struct ShardedModel {
   bool diverged = false, has_diverged = false;  ///< Now, ever; see [Note: divergence].
   /// After comm::Diverged in one group: the ranks of the shard group diverge. Collective.
   void diverge();
-  /// Where ranks of `group` have diverged, all of them call this: each of them then has seen it, and
-  /// the next collectives are compared as before. Collective.
+  /// Where ranks of `group` have diverged, all of them call this. Each of them then has seen it,
+  /// and the next collectives are compared as before. Collective.
   static void meet(ProcessGroup& group);
   /// True if a unit's shards are in common memory: see [Note: shards in common memory].
   bool shares_memory() const;

@@ -107,6 +107,7 @@ struct Unit {
   bool reduced = false;         ///< Its gradients were reduced, and are not cleared yet.
   uint64_t gathered_versions = 0, forward_versions = 0;  ///< Of the shards, then.
   uint64_t last_use = 0;
+  bool in_forward = false;  ///< Used since the last forward has begun.
 
   /// Bytes of the flat parameters that are gathered and released.
   int64_t gathered_bytes() const;
