@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <functional>
 
 #include "c/arrays.h"
 #include "c/objects.h"

@@ -74,7 +74,7 @@ bool DdpReduction::overlaps_in_background() const {
 sharding::Lanes DdpReduction::lanes() const {
   const auto format = options_.wire.gradients;
   const size_t count = options_.comm_hook ? 1 : sharding::lanes_between_hosts(model_.group);
-  return {model_.group, format, count};
+  return {model_.group, format, count, in_background_};
 }
 
 void DdpReduction::before_forward() {

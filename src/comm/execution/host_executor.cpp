@@ -1,6 +1,7 @@
 #include "comm/execution/host_executor.h"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include <fmt/format.h>

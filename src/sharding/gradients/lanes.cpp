@@ -9,11 +9,11 @@ size_t lanes_between_hosts(const ProcessGroup& group) {
   return on_host && group.messages_between_hosts() ? 2 : 1;
 }
 
-Lanes::Lanes(ProcessGroup group, WireFormat format, size_t count) {
+Lanes::Lanes(ProcessGroup group, WireFormat format, size_t count, bool apart) {
   auto& impl = *group.impl();
   groups_.push_back(group.with_wire(format));
   const bool exact = groups_[0].impl() == group.impl();
-  if (exact && count > 1) {
+  if (exact && (count > 1 || apart)) {
     group.check_contract("a lane", {});
     groups_.clear();
   }

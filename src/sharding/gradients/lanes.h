@@ -22,9 +22,10 @@ class Lanes {
  public:
   /// One lane, of this rank alone.
   Lanes() : groups_(1) {}
-  /// A single lane is `group` itself if values travel exactly. Collective: see
+  /// A single lane is `group` itself if values travel exactly, unless `apart`: then the other
+  /// collectives of `group` do not wait behind the data of the lane. Collective: see
   /// ProcessGroup::with_wire() and duplicate().
-  Lanes(ProcessGroup group, WireFormat format, size_t count);
+  Lanes(ProcessGroup group, WireFormat format, size_t count, bool apart = false);
 
   const std::vector<ProcessGroup>& groups() const { return groups_; }
   /// The group of collective number `turn`: the lanes take turns.
