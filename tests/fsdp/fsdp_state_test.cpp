@@ -271,6 +271,28 @@ TEST_F(FsdpState, AShardedStateIsReplacedAsAWholeAndLoadsIntoOtherStrategies) {
   }
 }
 
+TEST_F(FsdpState, OneRankAloneHasTheState) {
+  for (const auto strategy : {ShardingStrategy::full_shard, ShardingStrategy::no_shard}) {
+    run_ranks(2, [&](ProcessGroup group, int rank) {
+      auto options = every_leaf();
+      options.sharding_strategy = strategy;
+      FullyShardedDataParallel fsdp(seeded<Chain>(1), group, options);
+      torch::optim::SGD optimizer(fsdp.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+      fsdp(rows(0, rank, 2)).sum().backward();
+      optimizer.step();
+      const auto name = fsdp.named_parameters()[0].first;
+      for (int to = 0; to < 2; ++to) {
+        EXPECT_EQ(fsdp.optim_state_dict(optimizer, to).state.empty(), rank != to);
+        EXPECT_EQ(fsdp.full_parameter(name, to).defined(), rank == to);
+      }
+      const std::string text = "to is 2; expected a rank below 2, or -1 for all";
+      EXPECT_THAT(thrown_by([&] { fsdp.optim_state_dict(optimizer, 2); }), HasSubstr(text));
+      EXPECT_THAT(thrown_by([&] { fsdp.full_parameter(name, 2); }), HasSubstr(text));
+      EXPECT_THAT(thrown_by([&] { fsdp.state_dict(2); }), HasSubstr(text));
+    });
+  }
+}
+
 TEST_F(FsdpState, OptionsOfTheOptimizerAreLoaded) {
   run_ranks(2, [&](ProcessGroup group, int rank) {
     FullyShardedDataParallel fsdp(seeded<Chain>(1), group, {});

@@ -4,6 +4,7 @@
 #include <optional>
 #include <utility>
 
+#include <c10/core/InferenceMode.h>
 #include <fmt/format.h>
 
 #include "comm/execution/diverged.h"

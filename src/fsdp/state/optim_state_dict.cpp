@@ -33,6 +33,7 @@ OptimizerStateDict FullyShardedDataParallelBase::optim_state_dict(
     const torch::optim::Optimizer& optimizer, int to) {
   auto& sharded = *sharded_;
   sharded.require_idle("optim_state_dict");
+  check_destination(sharded, "optim_state_dict", to);
   check_optimizer(optimizer);
   OptimizerStateDict dict;
   auto names = names_in(optimizer, sharded.model);
@@ -51,8 +52,9 @@ OptimizerStateDict FullyShardedDataParallelBase::optim_state_dict(
   auto& group = sharded.model.shard_group;
   const auto& ranks = group.world_ranks();
   const auto place = std::find(ranks.begin(), ranks.end(), to);
-  if (to >= 0 && group.size() > 1 && place == ranks.end()) return dict;
-  const int root = to < 0 || group.size() == 1 ? -1 : static_cast<int>(place - ranks.begin());
+  const bool alone = group.size() == 1;
+  if (to >= 0 && (alone ? sharded.model.world.rank() != to : place == ranks.end())) return dict;
+  const int root = to < 0 || alone ? -1 : static_cast<int>(place - ranks.begin());
   dict.state = sharding::gather_shard_state(optimizer, sharded.model.shards(),
                                             sharded.model.parameters, group, root);
   return dict;

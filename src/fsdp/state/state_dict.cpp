@@ -76,10 +76,7 @@ void take_shard(const ShardedModel& model, size_t index, const at::Tensor& whole
 State FullyShardedDataParallelBase::state_dict(int to) {
   auto& sharded = *sharded_;
   sharded.require_idle("state_dict");
-  if (to >= sharded.model.world.size())
-    throw UsageError(
-        fmt::format("{}: state_dict: to is {}; expected a rank below {}, or -1 for all",
-                    sharded.prefix(), to, sharded.model.world.size()));
+  check_destination(sharded, "state_dict", to);
   const bool keep = to < 0 || sharded.model.world.rank() == to;
   State state;
   for (size_t i = 0; i < sharded.model.parameters.size(); ++i) {
@@ -95,6 +92,7 @@ State FullyShardedDataParallelBase::state_dict(int to) {
 at::Tensor FullyShardedDataParallelBase::full_parameter(const std::string& name, int to) {
   auto& sharded = *sharded_;
   sharded.require_idle("full_parameter");
+  check_destination(sharded, "full_parameter", to);
   const auto& parameters = sharded.model.parameters;
   const auto found = std::find_if(parameters.begin(), parameters.end(),
                                   [&](const auto& parameter) { return parameter.name == name; });

@@ -35,6 +35,13 @@ std::vector<std::pair<std::string, at::Tensor>> unsharded_values(const ShardedMo
   return result;
 }
 
+void check_destination(const ShardedModule& sharded, const char* call, int to) {
+  const int size = sharded.model.world.size();
+  if (to >= size)
+    throw UsageError(fmt::format("{}: {}: to is {}; expected a rank below {}, or -1 for all",
+                                 sharded.prefix(), call, to, size));
+}
+
 void check_on_all_ranks(const ShardedModule& sharded, const char* call,
                         const std::function<void()>& check) {
   tessera::agree(sharded.model.world, [&] {

@@ -24,6 +24,9 @@ at::Tensor whole(const ShardedModel& model, size_t index, int to);
 /// Copies this rank's shard from a tensor of the parameter's shape. Local.
 void take_shard(const ShardedModel& model, size_t index, const at::Tensor& whole);
 
+/// UsageError unless `to` is a rank, or negative for all ranks. Local.
+void check_destination(const ShardedModule& sharded, const char* call, int to);
+
 /// Runs `check` on every rank under tessera::agree(): an error on one rank is thrown on all.
 /// Messages begin with the wrapper's name and `call`. Collective.
 void check_on_all_ranks(const ShardedModule& sharded, const char* call,

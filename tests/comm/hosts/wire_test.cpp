@@ -327,8 +327,8 @@ TEST(Wire, ImpossibleUsesAreErrors) {
   for (const auto& message : messages_of([](ProcessGroup group, int) {
          group.with_wire(WireFormat::bfloat16).all_gather(at::zeros({3}, at::kDouble));
        }))
-    EXPECT_THAT(message, AllOf(HasSubstr("all_gather: rank"),
-                               HasSubstr("dtype Double cannot travel as bfloat16")));
+    EXPECT_THAT(message, ::testing::AllOf(HasSubstr("all_gather: rank"),
+                                          HasSubstr("dtype Double cannot travel as bfloat16")));
   for (const auto& message : messages_of([](ProcessGroup group, int rank) {
          group.with_wire(rank == 1 ? WireFormat::int8 : WireFormat::bfloat16);
        }))
