@@ -131,13 +131,14 @@ struct ProcessGroupOptions {
 /// Work instead. Local members involve no other rank and do not block.
 ///
 /// Tensors may be empty and non-contiguous unless stated otherwise, and of any dtype where data
-/// only moves. Sums need a floating-point or integral dtype. They are taken by a binary tree
-/// over aligned blocks of ranks, (x0 + x1) + (x2 + x3), element by element, whatever the transport,
-/// so results are bit-identical across transports and algorithms. Half and bfloat16 are summed and
-/// scaled in float32 and rounded once, so a mean is in range where all values are. The exception
-/// are tensors of a device with a backend of its own (NCCL): it adds in its own order and rounds
-/// each step to the tensor's dtype, unless ProcessGroupOptions::deterministic. 16-bit values are
-/// scaled before they are added there, so a mean is in range too. All ranks get the same bits.
+/// only moves, but not quantized. Sums need a floating-point or integral dtype; a `scale` other
+/// than 1 needs a floating-point one. They are taken by a binary tree over aligned blocks of ranks,
+/// (x0 + x1) + (x2 + x3), element by element, whatever the transport, so results are bit-identical
+/// across transports and algorithms. Half and bfloat16 are summed and scaled in float32 and rounded
+/// once, so a mean is in range where all values are. The exception are tensors of a device with a
+/// backend of its own (NCCL): it adds in its own order and rounds each step to the tensor's dtype,
+/// unless ProcessGroupOptions::deterministic. 16-bit values are scaled before they are added there,
+/// so a mean is in range too. All ranks get the same bits.
 ///
 /// Errors of every collective member:
 ///   UsageError        the caller's mistake. When ranks disagree, all of them throw before data
@@ -253,7 +254,7 @@ class ProcessGroup {
 
   /// Sends consecutive parts of `input` to the ranks, in rank order: send_counts[r] elements to
   /// rank r. recv_counts[r] elements arrive from rank r and are stored in `output` in rank order.
-  /// Both tensors are 1-D and contiguous. Collective.
+  /// Both tensors are 1-D and contiguous, and do not overlap. Collective.
   void all_to_all(at::Tensor output, at::Tensor input, const std::vector<int64_t>& recv_counts,
                   const std::vector<int64_t>& send_counts, const std::string& tag = "");
 

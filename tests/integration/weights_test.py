@@ -404,15 +404,19 @@ class CommandLine(Folder):
         self.assertIn("another folder", self.run_("tessera", "weights", "convert", "hf", "hf/", code=2))
         part = self.folder / "hf/model-00002-of-00003.safetensors"
         before = part.read_bytes()
-        self.assertIn("another file", self.run_("tessera", "weights", "convert", "hf", part, code=2))
+        text = self.run_("tessera", "weights", "convert", "hf", part, code=2)
+        self.assertIn("another file", text)
         self.assertEqual(part.read_bytes(), before)
 
     def test_values_that_a_dtype_cannot_hold_are_an_error(self):
-        write_safetensors(self.folder / "w.safetensors", {"a": numpy.float32([1, 70000]), "b": numpy.float32([numpy.inf, numpy.nan])})
-        text = self.run_("tessera", "weights", "convert", "w.safetensors", "half.safetensors", "--dtype", "float16", code=2)
-        self.assertIn('w.safetensors: tensor "a" has values that do not fit into Half, which makes infinity in 1 of 2 elements', text)
+        write_safetensors(self.folder / "w.safetensors", {
+            "a": numpy.float32([1, 70000]), "b": numpy.float32([numpy.inf, numpy.nan])})
+        convert = ("tessera", "weights", "convert", "w.safetensors")
+        text = self.run_(*convert, "half.safetensors", "--dtype", "float16", code=2)
+        self.assertIn('w.safetensors: tensor "a" has values that do not fit into Half, which '
+                      'makes infinity in 1 of 2 elements', text)
         self.assertFalse((self.folder / "half.safetensors").exists())
-        self.run_("tessera", "weights", "convert", "w.safetensors", "brain.safetensors", "--dtype", "bfloat16")
+        self.run_(*convert, "brain.safetensors", "--dtype", "bfloat16")
 
     def test_a_folder_holds_one_save(self):
         old, new = gpt2(), {name: tensor + 1 for name, tensor in gpt2().items()}

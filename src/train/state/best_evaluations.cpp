@@ -12,9 +12,12 @@ namespace {
 
 constexpr const char* kBuffers = "best-buffers.safetensors";
 
-std::string other_ranking(const char* key, const std::string& before, const std::string& now) {
-  return fmt::format("warning: {} ranked by {} before; the best ones are counted anew, by {}", key,
-                     before, now);
+std::string other_ranking(const char* key, const std::string& before, bool larger,
+                          const Ranking& now) {
+  const auto mode = [](bool max) { return max ? "max" : "min"; };
+  return fmt::format(
+      "warning: {} ranked by {} before, mode {}; the best ones are counted anew, by {}, mode {}",
+      key, before, mode(larger), now.metric, mode(now.larger));
 }
 
 bool better(const Ranking& ranking, double a, double b) { return ranking.larger ? a > b : a < b; }
@@ -124,7 +127,7 @@ std::vector<std::string> BestEvaluations::load_state(const BestState& state, boo
   const std::string& before = state.stop_metric;
   if (stop_ && !before.empty() &&
       (before != ranking.metric || state.stop_larger != ranking.larger)) {
-    warnings.push_back(other_ranking("train.early_stop", before, ranking.metric));
+    warnings.push_back(other_ranking("train.early_stop", before, state.stop_larger, ranking));
   } else if (stop_) {
     if (state.early_stop) {
       auto saved = *state.early_stop;
@@ -136,7 +139,7 @@ std::vector<std::string> BestEvaluations::load_state(const BestState& state, boo
   if (!own || !state.kept || keep_config_.count == 0) return warnings;
   const auto& [metric, larger, steps] = *state.kept;
   if (metric != keep_config_.ranking.metric || larger != keep_config_.ranking.larger) {
-    warnings.push_back(other_ranking("checkpoint.keep_best", metric, keep_config_.ranking.metric));
+    warnings.push_back(other_ranking("checkpoint.keep_best", metric, larger, keep_config_.ranking));
     return warnings;
   }
   kept_ = steps;

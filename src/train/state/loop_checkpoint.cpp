@@ -7,6 +7,7 @@
 
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
+#include "train/state/checkpoint_to_resume.h"
 #include "train/state/random_state.h"
 
 namespace tessera {
@@ -119,14 +120,10 @@ std::string save(const CheckpointStore& store, int64_t step, const LoopParts& pa
 
 int64_t load(const CheckpointStore& store, const LoopParts& parts) {
   const ProcessGroup& group = store.group();
-  const auto newest = latest_checkpoint(store.folder(), group);
-  if (!newest) return 0;
-  auto path = latest_sound_checkpoint(store.folder(), group);
-  if (newest != path && group.rank() == 0)
-    spdlog::warn("tessera: {} has elements that are not finite; {} is taken", *newest,
-                 path ? *path : "as none is sound, it");
-  if (!path) path = newest;
-  const Checkpoint checkpoint(*path, group);
+  const auto [path, warning] = train::checkpoint_to_resume(store.folder(), group);
+  if (!warning.empty() && group.rank() == 0) spdlog::warn("tessera: {}", warning);
+  if (path.empty()) return 0;
+  const Checkpoint checkpoint(path, group);
   checkpoint.verify(group);
   const auto shards = parts.shards_();
   ModuleStateDict weights;

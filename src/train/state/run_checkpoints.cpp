@@ -10,6 +10,7 @@
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
 #include "train/groups/group_files.h"
+#include "train/state/checkpoint_to_resume.h"
 #include "train/state/random_state.h"
 
 namespace tessera::train {
@@ -63,23 +64,11 @@ std::string advice_to_skip(const std::string& path) {
                      quoted(name_aside(path).string()));
 }
 
-std::string one_line(std::string text) {
-  while (!text.empty() && text.back() == '\n') text.pop_back();
-  for (size_t at = 0; (at = text.find('\n', at)) != text.npos;) text.replace(at, 1, "; ");
-  return text;
-}
-
-/// The newest sound checkpoint of the folder, or the newest one if none is sound; "" if there is
-/// none. Collective.
-std::string checkpoint_to_resume(const RunContext& context) {
-  const std::string& folder = context.config.checkpoint.folder;
-  const auto newest = latest_checkpoint(folder, context.group);
-  const auto sound = latest_sound_checkpoint(folder, context.group);
-  if (newest && newest != sound)
-    context.say(fmt::format("warning: {} has elements that are not finite: {}{}", *newest,
-                            one_line(unsound_tensors(*newest)),
-                            sound ? "; resuming from " + *sound : ""));
-  return sound ? *sound : newest.value_or("");
+/// The checkpoint of the folder from which the run goes on; "": none. Collective.
+std::string newest_of(const RunContext& context) {
+  const auto found = checkpoint_to_resume(context.config.checkpoint.folder, context.group);
+  if (!found.warning.empty()) context.say("warning: " + found.warning);
+  return found.path;
 }
 
 }  // namespace
@@ -112,7 +101,7 @@ std::string RunCheckpoints::find() {
   if (!store_->shared())
     context_.say(fmt::format("{}the hosts do not share {}: each writes the files of its ranks",
                              place, config.folder));
-  if (config.resume) return checkpoint_to_resume(context_);
+  if (config.resume) return newest_of(context_);
   agree(context_.group, [&] {
     if (store_->leads()) set_aside_checkpoints(config.folder);
   });
@@ -155,7 +144,7 @@ std::string RunCheckpoints::set_aside_damaged(const std::string& path, const std
   agree(context_.group, [&] {
     if (store_->leads() && std::filesystem::exists(step)) std::filesystem::rename(step, aside);
   });
-  const std::string next = checkpoint_to_resume(context_);
+  const std::string next = newest_of(context_);
   context_.say(fmt::format("warning: {}; it is set aside as {}, and {} is taken", why,
                            aside.string(), next));
   return next;
