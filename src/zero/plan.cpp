@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <torch/optim/lbfgs.h>
 
+#include "comm/group/process_group_impl.h"
 #include "sharding/wrapped_parameters.h"
 #include "tessera/error.h"
 
@@ -29,8 +30,10 @@ void choose_overlap(Plan& plan, const Setting& setting) {
   const bool in_background = options.overlap == Overlap::background;
   const bool may_overlap =
       setting.ranks > 1 && one_by_one && setting.on_cpu && options.overlap != Overlap::none;
+  // The program may change gradients while an early sum is on its way; the sum is then dropped. The
+  // check would take it for wrong.
   plan.early = may_overlap && (in_background || setting.messages_between_hosts) &&
-               options.reduce_gradients && !options.shard_gradients;
+               options.reduce_gradients && !options.shard_gradients && !setting.checks_results;
   const Rule waits[] = {
       {"", in_background, one_by_one, "the optimizer uses all parameters at once"},
       {"", in_background, setting.on_cpu, "parameters are not on the CPU"},
@@ -68,8 +71,12 @@ Setting setting_of(const ProcessGroup& group, const OptimizerFactory& factory,
   const bool on_cpu = std::all_of(parameters.begin(), parameters.end(), [](const auto& parameter) {
     return !parameter.tensor.defined() || parameter.tensor.device().is_cpu();
   });
-  return {group.size(), group.messages_between_hosts(), on_cpu, is_reduced_by_ddp(parameters),
-          uses_all_parameters(factory)};
+  return {group.size(),
+          group.messages_between_hosts(),
+          on_cpu,
+          is_reduced_by_ddp(parameters),
+          uses_all_parameters(factory),
+          group.impl()->world.options.check_results};
 }
 
 Plan plan_zero(const ZeroRedundancyOptimizerOptions& options, const Setting& setting,

@@ -23,6 +23,7 @@ struct Setting {
   bool on_cpu = true;                   ///< All parameters are.
   bool ddp_reduces = false;             ///< A DistributedDataParallel reduces the gradients.
   bool uses_all_parameters = false;     ///< An update of one parameter depends on the others.
+  bool checks_results = false;          ///< Of ProcessGroupOptions.
 };
 
 Setting setting_of(const ProcessGroup& group, const OptimizerFactory& factory,

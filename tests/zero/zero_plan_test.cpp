@@ -94,6 +94,9 @@ TEST(ZeroPlan, OverlapsWhereItPaysAndIsPossible) {
   EXPECT_EQ(plan(Overlap::background, kHosts, {.parameters_as_bucket_view = false}),
             Both(true, false));
   EXPECT_EQ(plan(Overlap::backward, kHosts, {.reduce_gradients = false}), Both(false, false));
+  // A gradient that a second backward changes is not a wrong sum.
+  const Setting checked{.ranks = 4, .messages_between_hosts = true, .checks_results = true};
+  EXPECT_EQ(plan(Overlap::background, checked), Both(false, true));
 }
 
 TEST(ZeroPlan, LessOverlapThanAskedForIsSaid) {
