@@ -159,7 +159,13 @@ Expectation of_event(const Case& which, const Item& wrapper, int world, size_t i
     return empty || used_up || !wrapper.has("late_part") ? Expectation::equal_or_error
                                                          : Expectation::equal;
   }
-  if (event.kind == "to_dtype") return Expectation::usage_error;
+  if (event.kind == "to_dtype") {
+    // A thawed parameter is taken as it is at the next forward, and a frozen one is not used.
+    const auto now = trainability(which, i);
+    const bool changed = std::any_of(which.story.begin(), which.story.begin() + i,
+                                     [](const Item& past) { return past.kind == "thaw"; });
+    return changed || !now.frozen.empty() ? Expectation::equal_or_error : Expectation::usage_error;
+  }
   return Expectation::equal;
 }
 

@@ -15,8 +15,15 @@ std::string shape(const at::Tensor& tensor) {
   return out.str();
 }
 
-/// The largest relative difference of two sums of the same squares.
-constexpr double kNorm = 1e-5;
+/// How much `name` may differ where all else may differ by `tolerance`. Two sums of the same
+/// squares differ by rounding. An evaluation rounds the running statistics of libtorch's instance
+/// norm, and some events evaluate on one rank alone.
+double tolerance_of(const std::string& name, double tolerance) {
+  if (name.rfind("norm", 0) == 0) return std::max(tolerance, 1e-5);
+  if (name.find("instance_norm.norm.running_") != std::string::npos)
+    return std::max(tolerance, 1e-6);
+  return tolerance;
+}
 
 bool equal(const at::Tensor& a, const at::Tensor& b, double tolerance) {
   if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
@@ -26,6 +33,16 @@ bool equal(const at::Tensor& a, const at::Tensor& b, double tolerance) {
   if (tolerance == 0) return false;
   const auto left = a.to(at::kDouble), right = b.to(at::kDouble);
   return (same | ((left - right).abs() <= tolerance * (1 + right.abs()))).all().item<bool>();
+}
+
+/// Zeros for the keys' bias of attention. It changes no result, so that its gradient is what
+/// rounding leaves, and an adaptive optimizer makes steps of any size of it.
+at::Tensor without_noise(const std::string& name, const at::Tensor& value) {
+  if (name.find("in_proj_bias") == std::string::npos || value.dim() != 1) return value;
+  const auto third = value.numel() / 3;
+  auto result = value.clone();
+  result.slice(0, third, 2 * third).zero_();
+  return result;
 }
 
 }  // namespace
@@ -64,13 +81,16 @@ std::string difference(const Record& actual, const Record& expected, double tole
   for (const auto& [name, value] : expected) {
     const auto at = found.find(name);
     if (at == found.end()) return name + " is missing";
-    const bool norm = name.rfind("norm", 0) == 0;
-    if (!equal(at->second, value, norm ? std::max(tolerance, kNorm) : tolerance)) {
+    const bool exact = tolerance == 0;
+    const auto mine = exact ? at->second : without_noise(name, at->second);
+    const auto plain = exact ? value : without_noise(name, value);
+    if (!equal(mine, plain, tolerance_of(name, tolerance))) {
       std::ostringstream text;
       text << name << " differs: " << shape(at->second) << " instead of " << shape(value);
       if (at->second.sizes() == value.sizes() && value.numel() > 0) {
         const auto gap = (at->second.to(at::kDouble) - value.to(at::kDouble)).abs();
-        text << ", largest distance " << gap.max().item<double>() << " of values up to "
+        text << ", largest distance " << gap.max().item<double>() << " (element "
+             << gap.argmax().item<int64_t>() << ") of values up to "
              << value.abs().max().item<double>();
       }
       return text.str();
