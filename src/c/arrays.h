@@ -9,8 +9,9 @@
 namespace tessera::c {
 
 /// A tensor in the caller's memory. UsageError, which begins with `where`, for a dtype, a number of
-/// dimensions, an extent or a stride that is impossible. Local.
-at::Tensor tensor_of(const tessera_array& array, const std::string& where);
+/// dimensions, an extent or a stride that is impossible, and, if it is to be `written`, for strides
+/// by which elements share memory. Local.
+at::Tensor tensor_of(const tessera_array& array, const std::string& where, bool written = false);
 /// The same; undefined for null.
 at::Tensor tensor_of(const tessera_array* array, const std::string& where);
 

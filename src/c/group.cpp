@@ -2,6 +2,7 @@
 
 #include "c/arrays.h"
 #include "c/objects.h"
+#include "tessera/config/registry.h"
 #include "tessera/detail/c_group.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
@@ -51,6 +52,7 @@ const char* tessera_last_error(void) { return tessera::last_error.c_str(); }
 int tessera_group_from_environment(tessera_group** group) {
   return c_call([&] {
     need(group, "tessera_group_from_environment", "group");
+    *group = nullptr;
     *group = tessera::detail::c_group(tessera::init_process_group());
   });
 }
@@ -74,8 +76,11 @@ int tessera_group_size(const tessera_group* group, int* size) {
 int tessera_group_all_reduce(tessera_group* group, const tessera_array* values, double scale) {
   return c_call([&] {
     need(group, "tessera_group_all_reduce", "group");
-    need(values, "tessera_group_all_reduce", "values");
-    const at::Tensor given = tessera::c::tensor_of(*values, "tessera_group_all_reduce: values");
+    at::Tensor given;
+    tessera::c::check_arguments(group->group, [&] {
+      need(values, "tessera_group_all_reduce", "values");
+      given = tessera::c::tensor_of(*values, "tessera_group_all_reduce: values", true);
+    });
     const at::Tensor dense = given.contiguous();
     group->group.all_reduce(dense, scale);
     if (!dense.is_same(given)) given.copy_(dense);
@@ -87,9 +92,14 @@ void tessera_group_free(tessera_group* group) { delete group; }
 int tessera_load_components(const char* path) {
   return c_call([&] {
     need(path, "tessera_load_components", "path");
-    if (::dlopen(path, RTLD_NOW | RTLD_GLOBAL) == nullptr)
-      throw tessera::UsageError(std::string("tessera_load_components: ") + ::dlerror() +
-                                "; expected a shared object");
+    const std::string function = "tessera_load_components: ";
+    std::string refused;
+    tessera::detail::registration_error() = &refused;
+    const void* const loaded = ::dlopen(path, RTLD_NOW | RTLD_GLOBAL);
+    tessera::detail::registration_error() = nullptr;
+    if (loaded == nullptr)
+      throw tessera::UsageError(function + ::dlerror() + "; expected a shared object");
+    if (!refused.empty()) throw tessera::UsageError(function + path + ": " + refused);
   });
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -25,6 +26,17 @@ namespace tessera::c {
 inline void need(const void* pointer, const char* function, const char* argument) {
   if (pointer == nullptr)
     throw UsageError(std::string(function) + ": " + argument + " is NULL; expected a pointer");
+}
+
+/// Checks the arguments of a collective call. An error on one rank is an error on all: the others
+/// meet the barrier in their next collective.
+inline void check_arguments(ProcessGroup group, const std::function<void()>& check) {
+  try {
+    check();
+  } catch (const UsageError& error) {
+    group.barrier(error.what());
+    throw;
+  }
 }
 
 }  // namespace tessera::c

@@ -6,6 +6,7 @@
 #include "tessera/detail/c_group.h"
 #include "tessera/module_state_dict.h"
 
+using tessera::c::check_arguments;
 using tessera::c::need;
 using tessera::c::tensor_of;
 using tessera::detail::c_call;
@@ -20,15 +21,8 @@ tessera_session* session_of(tessera::Config config, const tessera_group& group) 
   return made.release();
 }
 
-/// Checks the arguments of a call. An error on one rank is an error on all: the others meet the
-/// barrier in their next collective.
-void check_arguments(const tessera_session& session, const std::function<void()>& check) {
-  try {
-    check();
-  } catch (const tessera::UsageError& error) {
-    tessera::ProcessGroup(session.session.wrapper().group()).barrier(error.what());
-    throw;
-  }
+const tessera::ProcessGroup& ranks_of(const tessera_session& session) {
+  return session.session.wrapper().group();
 }
 
 /// The parameters of a binding, which computes the loss.
@@ -86,9 +80,10 @@ int tessera_session_create(const char* config, const tessera_group* group,
                            tessera_session** session) {
   return c_call([&] {
     const char* const function = "tessera_session_create";
+    need(session, function, "session");
+    *session = nullptr;
     need(config, function, "config");
     need(group, function, "group");
-    need(session, function, "session");
     *session = session_of(tessera::parse_config(config), *group);
   });
 }
@@ -98,12 +93,16 @@ int tessera_session_create_over(const char* config, const tessera_group* group,
                                 tessera_forward forward, void* context, tessera_session** session) {
   return c_call([&] {
     const char* const function = "tessera_session_create_over";
+    need(session, function, "session");
+    *session = nullptr;
     need(config, function, "config");
     need(group, function, "group");
     need(parameters, function, "parameters");
     need(names, function, "names");
     need(reinterpret_cast<const void*>(forward), function, "forward");
-    need(session, function, "session");
+    if (count < 1)
+      throw tessera::UsageError(std::string(function) + ": count is " + std::to_string(count) +
+                                "; expected 1 or more");
     const auto module = std::make_shared<Given>(parameters, names, count);
     *session = session_of(config_over(config, module, forward, context), *group);
   });
@@ -114,7 +113,7 @@ int tessera_session_step(tessera_session* session, const tessera_array* inputs,
   return c_call([&] {
     need(session, "tessera_session_step", "session");
     tessera::Batch batch;
-    check_arguments(*session, [&] {
+    check_arguments(ranks_of(*session), [&] {
       batch.inputs = tensor_of(inputs, "tessera_session_step: inputs");
       batch.targets = tensor_of(targets, "tessera_session_step: targets");
     });
@@ -130,7 +129,8 @@ int tessera_session_predict(tessera_session* session, const tessera_array* input
   return c_call([&] {
     need(session, "tessera_session_predict", "session");
     at::Tensor rows;
-    check_arguments(*session, [&] { rows = tensor_of(inputs, "tessera_session_predict: inputs"); });
+    check_arguments(ranks_of(*session),
+                    [&] { rows = tensor_of(inputs, "tessera_session_predict: inputs"); });
     const at::Tensor result = session->session.predict(rows);
     if (!rows.defined() || rows.size(0) == 0) return;
     need(outputs, "tessera_session_predict", "outputs");
@@ -143,7 +143,7 @@ int tessera_session_evaluate(tessera_session* session, const tessera_array* inpu
   return c_call([&] {
     need(session, "tessera_session_evaluate", "session");
     at::Tensor rows, wanted;
-    check_arguments(*session, [&] {
+    check_arguments(ranks_of(*session), [&] {
       need(loss, "tessera_session_evaluate", "loss");
       rows = tensor_of(inputs, "tessera_session_evaluate: inputs");
       wanted = tensor_of(targets, "tessera_session_evaluate: targets");
@@ -207,7 +207,7 @@ int tessera_session_set_weight(tessera_session* session, const char* name,
   return c_call([&] {
     need(session, "tessera_session_set_weight", "session");
     at::Tensor values;
-    check_arguments(*session, [&] {
+    check_arguments(ranks_of(*session), [&] {
       need(name, "tessera_session_set_weight", "name");
       need(weight, "tessera_session_set_weight", "weight");
       values = tensor_of(*weight, "tessera_session_set_weight: weight");

@@ -222,6 +222,16 @@ TEST(CInterface, AMistakeIsACodeWithAText) {
   expect_error(tessera_session_step(c.handle, wrong, View(y), &done), TESSERA_USAGE_ERROR,
                "dims 9; expected 1 to 8");
   wrong.array.dims = 2;
+  const int64_t none_fits[] = {int64_t{1} << 62, 3}, shared[] = {1, 1};
+  wrong.array.shape = none_fits;
+  wrong.array.strides = nullptr;
+  expect_error(tessera_session_step(c.handle, wrong, View(y), &done), TESSERA_USAGE_ERROR,
+               "more than memory can have");
+  wrong = View(y);
+  wrong.array.strides = shared;
+  expect_error(tessera_session_predict(c.handle, View(x), wrong), TESSERA_USAGE_ERROR,
+               "share memory by the strides [1, 1]");
+  wrong = View(x);
   wrong.array.data = nullptr;
   expect_error(tessera_session_step(c.handle, wrong, View(y), &done), TESSERA_USAGE_ERROR,
                "data is NULL and the shape [2, 3]; expected values");
@@ -254,6 +264,10 @@ TEST(CInterface, AMistakeIsACodeWithAText) {
   expect_error(tessera_session_create_over("optimizer: {type: Adam}\n", c.group.handle, parameters,
                                            kNames, 2, Bound::forward, &bound, &none),
                TESSERA_USAGE_ERROR, "a parameter is NULL");
+  EXPECT_EQ(none, nullptr);
+  expect_error(tessera_session_create_over("optimizer: {type: Adam}\n", c.group.handle, parameters,
+                                           kNames, 0, Bound::forward, &bound, &none),
+               TESSERA_USAGE_ERROR, "count is 0; expected 1 or more");
 }
 
 TEST(CInterface, AWrongArrayOnOneRankIsAnErrorOnAll) {
@@ -281,6 +295,12 @@ TEST(CInterface, AGroupSums) {
     Group group(ranks);
     const at::Tensor values = at::full({2, 3}, rank + 1, at::kDouble);
     const at::Tensor every_other = at::ones({4}, at::kDouble).as_strided({2}, {2});
+    const at::Tensor whole = at::ones({2}, at::kInt);
+    expect_error(tessera_group_all_reduce(group.handle, View(whole, TESSERA_INT32), 0.5),
+                 TESSERA_USAGE_ERROR, "scale is 0.5 for dtype Int; expected 1");
+    expect_error(
+        tessera_group_all_reduce(group.handle, View(whole, rank == 1 ? 7 : TESSERA_INT32), 1),
+        TESSERA_USAGE_ERROR, "tessera_group_all_reduce: values: dtype 7");
     expect_ok(tessera_group_all_reduce(group.handle, View(values, TESSERA_FLOAT64), 0.5));
     expect_ok(tessera_group_all_reduce(group.handle, View(every_other, TESSERA_FLOAT64), 1));
     EXPECT_TRUE(at::equal(values, at::full({2, 3}, 3.0, at::kDouble)));

@@ -9,7 +9,7 @@ LOSS = re.compile(r"loss +([\d.Ee+-]+)")
 
 # Everything that a binding needs: ctypes, and arrays in memory.
 BINDING = textwrap.dedent("""
-    import ctypes, math, sys
+    import ctypes, math, shutil, sys
     lib = ctypes.CDLL(sys.argv[1])
     lib.tessera_last_error.restype = ctypes.c_char_p
     class Array(ctypes.Structure):
@@ -52,6 +52,11 @@ BINDING = textwrap.dedent("""
         print("weight", name.value.decode(), sum(weight.keep))
     code = lib.tessera_session_step(session, None, ctypes.byref(y), None) if size.value == 1 else 1
     assert code == 1, code
+    if len(sys.argv) > 2:  # a second file with the names of the first
+        shutil.copy(sys.argv[2], "again.so")
+        check(lib.tessera_load_components(sys.argv[2].encode()))
+        assert lib.tessera_load_components(b"./again.so") == 1
+        assert b'./again.so: registry: model "Refusing" is registered already' in lib.tessera_last_error()
     lib.tessera_session_free(session)
     lib.tessera_group_free(group)
 """)
@@ -83,7 +88,9 @@ class Languages(unittest.TestCase):
         self.assertIn("9 samples", three)
 
     def test_ctypes(self):
-        outputs = [self.tessera(ranks, sys.executable, "-c", BINDING, BUILD / "lib/libtessera.so") for ranks in (1, 2, 3)]
+        library, components = BUILD / "lib/libtessera.so", BUILD / "lib/libown_components.so"
+        outputs = [self.tessera(ranks, sys.executable, "-c", BINDING, library, *([components] if ranks == 1 else []))
+                   for ranks in (1, 2, 3)]
         self.same(outputs, 5)
         losses = [float(text) for text in LOSS.findall(outputs[0])]
         self.assertLess(losses[-1], losses[0])

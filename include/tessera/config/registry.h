@@ -15,6 +15,12 @@
 #pragma GCC visibility push(default)
 namespace tessera {
 
+namespace detail {
+/// Gets the error of Registry::add() while this thread loads a shared object, because no exception
+/// may leave its static initialisers; otherwise null.
+std::string*& registration_error();
+}  // namespace detail
+
 /// Components of one kind by name. In a config, `type` selects the component and all other keys of
 /// the map are its options. An entry reads its options (option_reader.h) and returns a `Plan`: the
 /// component with its options, to be constructed later, when the ranks and the data exist. Entries
@@ -30,11 +36,13 @@ class Registry {
 
   /// Throws UsageError when the name is taken.
   void add(const std::string& name, Read read, std::string doc = "") {
-    if (name.empty() || !entries_.emplace(name, Entry{std::move(read), std::move(doc)}).second) {
-      throw UsageError(
-          "registry: " + kind_ + " \"" + name + "\" " +
-          (name.empty() ? "has no name" : "is registered already; expected another name"));
-    }
+    if (!name.empty() && entries_.emplace(name, Entry{std::move(read), std::move(doc)}).second)
+      return;
+    const std::string text =
+        "registry: " + kind_ + " \"" + name + "\" " +
+        (name.empty() ? "has no name" : "is registered already; expected another name");
+    if (detail::registration_error() == nullptr) throw UsageError(text);
+    *detail::registration_error() += text + '\n';
   }
   /// Adds a component without options.
   void add_plan(const std::string& name, Plan plan, std::string doc = "") {
