@@ -3,8 +3,8 @@
    It has only C types, and no exception leaves it. Every function returns TESSERA_OK or one of the
    other codes; tessera_last_error() then has the text. Functions are collective and block unless
    marked "Local.": every rank of the group calls them, in the same order. An object is for one
-   thread at a time. Arrays are not copied on CPUs, and not kept. After an error a handle that was to
-   be made is NULL.
+   thread at a time. Arrays are not copied on CPUs, and not kept. After an error a handle that was
+   to be made is NULL.
 
    docs/c.md has a program. The functions are those of tessera/train/training_session.h, where more
    is said about each. */
