@@ -28,7 +28,10 @@ forget() { git worktree remove --force "$source" 2>/dev/null || true; }
 forget
 trap forget EXIT
 git worktree add --quiet --detach "$source" "$commit"
-[ -f "$old/complete" ] || { library "$source" "$old" && touch "$old/complete"; }
+if [ ! -f "$old/complete" ]; then
+  library "$source" "$old"
+  touch "$old/complete"
+fi
 library . "$build/now"
 # What is new breaks no program.
 status=0

@@ -253,8 +253,9 @@ class FullyShardedDataParallelBase : public Joinable {
   /// Writes state_dict() with save_weights(). `path`: one file, which rank 0 writes, or, if it ends
   /// in "/", a folder to which each rank writes its part. Collective.
   void save_state_dict(const std::string& path);
-  /// Each rank copies its part of `state`. UsageError on all ranks for another shape, and for names
-  /// that are missing or unexpected; without `strict` these are returned instead. Collective.
+  /// Each rank copies its part of `state`. UsageError on all ranks for another shape, for other
+  /// values of a sharded parameter than on rank 0, and for names that are missing or unexpected;
+  /// without `strict` these names are returned instead. Collective.
   UnmatchedNames load_state_dict(const std::vector<std::pair<std::string, at::Tensor>>& state,
                                  bool strict = true);
   /// The same from weights that every rank can read: see Weights. Collective.

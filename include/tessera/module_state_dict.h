@@ -27,8 +27,8 @@ ModuleStateDict state_dict(const torch::nn::Module& module);
 /// and device. Throws UsageError, and changes nothing, when names are missing or unexpected (it
 /// lists them), when a name is given twice, or when a shape differs (it names the first). A tied
 /// parameter or buffer may have any of its names, or several with equal values. Without `strict`,
-/// names that are missing or unexpected are no error; they are returned. A different shape always
-/// is an error.
+/// names that are missing or unexpected are no error; they are returned. A different shape, and a
+/// complex tensor for a real one, always are an error.
 UnmatchedNames load_state_dict(torch::nn::Module& module, const ModuleStateDict& state,
                                bool strict = true);
 /// The same from weights on disk: a file, an index or a folder; see Weights.
@@ -47,6 +47,9 @@ WeightsMatch match_weights(const torch::nn::Module& module, const TensorSource& 
 
 namespace detail {
 
+/// The entries of a state in memory, with the dtypes of complex ones. UsageError, which begins with
+/// `source`, for an undefined tensor.
+std::vector<SafetensorsEntry> entries_of(const std::string& source, const ModuleStateDict& state);
 /// match_weights() of any source of tensors. `source`: its name, for messages; `entries`: its
 /// tensors.
 WeightsMatch match_entries(const torch::nn::Module& module, const std::string& source,

@@ -194,6 +194,8 @@ TEST(ModuleStateDict, ErrorsNameTheTensorsAndChangeNothing) {
               HasSubstr("scale is given twice"));
   EXPECT_THAT(with([](auto& state) { state[0].second = at::ones({2}); }),
               HasSubstr("scale has shape [2]; expected [1]"));
+  EXPECT_THAT(with([](auto& state) { state[0].second = at::ones({1}, at::kComplexFloat); }),
+              HasSubstr("scale is complex; expected Float, as in the model"));
   EXPECT_THAT(with([](auto& state) { state[0].second = at::Tensor(); }),
               HasSubstr("scale is undefined"));
   for (size_t i = 0; i < before.size(); ++i)

@@ -423,6 +423,18 @@ TEST_F(FsdpState, AStateThatDoesNotMatchIsAnErrorOnAllRanks) {
                 HasSubstr("nothing.safetensors"));
     EXPECT_THAT(error_of([&] { fsdp.load_state_dict(rank == 1 ? missing : good); }),
                 HasSubstr("rank 1"));  // an error on one rank is thrown on all
+    auto undefined = good, complex = good, differs = good;
+    undefined[1].second = at::Tensor();
+    complex[1].second = at::complex(good[1].second, good[1].second);
+    if (rank == 1) differs[2].second = good[2].second + 1;
+    EXPECT_THAT(error_of([&] { fsdp.load_state_dict(undefined); }),
+                HasSubstr("the state: " + good[1].first + " is undefined; expected a tensor"));
+    EXPECT_THAT(error_of([&] { fsdp.load_state_dict(complex); }),
+                HasSubstr(good[1].first + " is complex; expected Float, as in the model"));
+    EXPECT_THAT(error_of([&] { fsdp.load_state_dict(differs); }),
+                HasSubstr("load_state_dict: " + good[2].first +
+                          " has other values on rank 1 than on rank 0; expected the same state"));
+    EXPECT_TRUE(at::equal(fsdp.full_parameter(good[2].first, -1), good[2].second));
     fsdp.save_sharded_state_dict(path("s"));
     auto larger_net = seeded<Uneven>(1);
     larger_net->register_parameter("more", at::zeros({2}));

@@ -52,6 +52,17 @@ ModuleStateDict state_dict(const torch::nn::Module& module) {
   return tensors;
 }
 
+std::vector<SafetensorsEntry> detail::entries_of(const std::string& source,
+                                                 const ModuleStateDict& state) {
+  std::vector<SafetensorsEntry> entries;
+  for (const auto& [name, tensor] : state) {
+    if (!tensor.defined())
+      throw UsageError(fmt::format("{}: {} is undefined; expected a tensor", source, name));
+    entries.push_back({name, tensor.is_complex() ? "C64" : "", tensor.sizes().vec()});
+  }
+  return entries;
+}
+
 WeightsMatch detail::match_entries(const torch::nn::Module& module, const std::string& source,
                                    const std::vector<SafetensorsEntry>& entries, bool strict) {
   std::map<std::string, const SafetensorsEntry*> there;
@@ -76,6 +87,9 @@ WeightsMatch detail::match_entries(const torch::nn::Module& module, const std::s
         throw UsageError(fmt::format("{}: {} has shape [{}]; expected [{}], as in the model",
                                      source, other, fmt::join(found->second->shape, ", "),
                                      fmt::join(tensor.sizes(), ", ")));
+      if (found->second->dtype.rfind('C', 0) == 0 && !tensor.is_complex())
+        throw UsageError(fmt::format("{}: {} is complex; expected {}, as in the model", source,
+                                     other, c10::toString(tensor.scalar_type())));
       if (from.empty()) from = other;
       else match.equal.push_back({from, other, "; expected equal values: the model ties them"});
       there.erase(found);
@@ -131,14 +145,8 @@ UnmatchedNames detail::load_module(
 
 UnmatchedNames load_state_dict(torch::nn::Module& module, const ModuleStateDict& state,
                                bool strict) {
-  std::vector<SafetensorsEntry> entries;
-  std::map<std::string, at::Tensor> by_name;
-  for (const auto& [name, tensor] : state) {
-    if (!tensor.defined())
-      throw UsageError(fmt::format("load_state_dict: {} is undefined; expected a tensor", name));
-    entries.push_back({name, "", tensor.sizes().vec()});
-    by_name[name] = tensor;
-  }
+  const auto entries = detail::entries_of("load_state_dict", state);
+  const std::map<std::string, at::Tensor> by_name(state.begin(), state.end());
   return detail::load_module(
       module, "load_state_dict", entries, [&](const std::string& name) { return by_name.at(name); },
       strict);

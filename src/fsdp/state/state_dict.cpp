@@ -131,20 +131,20 @@ UnmatchedNames FullyShardedDataParallelBase::load_state_dict(const State& state,
   auto& sharded = *sharded_;
   sharded.require_idle("load_state_dict");
   at::NoGradGuard no_grad;
-  std::vector<SafetensorsEntry> given;
-  std::map<std::string, at::Tensor> by_name;
-  for (const auto& [name, tensor] : state) {
-    given.push_back({name, "", tensor.sizes().vec()});
-    by_name[name] = tensor;
-  }
+  const std::map<std::string, at::Tensor> by_name(state.begin(), state.end());
   WeightsMatch match;
   check_on_all_ranks(sharded, "load_state_dict", [&] {
+    const auto given = detail::entries_of("the state", state);
     match = detail::match_entries(sharded.module, "the state", given, strict);
     detail::check_equal("the state", match, [&](const auto& name) { return by_name.at(name); });
   });
   const auto is_given = [&](const auto& name) { return match.names.count(name) > 0; };
   const auto value_of = [&](const auto& name) { return by_name.at(match.names.at(name)); };
   const auto& parameters = sharded.model.parameters;
+  State values;
+  for (const auto& [name, tensor] : parameters)
+    if (is_given(name)) values.emplace_back(name, value_of(name));
+  check_same_values(sharded, "load_state_dict", values);
   sharded.residency->release_all();
   for (size_t i = 0; i < parameters.size(); ++i)
     if (is_given(parameters[i].name)) take_shard(sharded.model, i, value_of(parameters[i].name));

@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include "sharding/checksum.h"
 #include "tessera/error.h"
 #include "tessera/optim/optimizer_state_dict.h"
 #include "tessera/step/agreement.h"
@@ -40,6 +41,28 @@ void check_destination(const ShardedModule& sharded, const char* call, int to) {
   if (to >= size)
     throw UsageError(fmt::format("{}: {}: to is {}; expected a rank below {}, or -1 for all",
                                  sharded.prefix(), call, to, size));
+}
+
+void check_same_values(const ShardedModule& sharded, const char* call,
+                       const std::vector<std::pair<std::string, at::Tensor>>& values) {
+  auto group = sharded.model.world;
+  if (group.size() == 1) return;
+  std::string own;  // a line for each tensor
+  for (const auto& [name, tensor] : values)
+    own += fmt::format("{} {:016x}\n", name, sharding::checksum(tensor));
+  const auto all = group.all_gather_bytes(own, std::string("values of ") + call);
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    const auto [here, there] =
+        std::mismatch(all[0].begin(), all[0].end(), all[rank].begin(), all[rank].end());
+    if (here == all[0].end() && there == all[rank].end()) continue;
+    const auto& longer = here == all[0].end() ? all[rank] : all[0];
+    const auto at = static_cast<size_t>(here - all[0].begin());
+    const auto begin = at == 0 ? 0 : longer.rfind('\n', at - 1) + 1;
+    throw UsageError(fmt::format(
+        "{}: {}: {} has other values on rank {} than on rank 0; expected the same "
+        "state on all ranks",
+        sharded.prefix(), call, longer.substr(begin, longer.find(' ', begin) - begin), rank));
+  }
 }
 
 void check_on_all_ranks(const ShardedModule& sharded, const char* call,

@@ -27,6 +27,10 @@ void take_shard(const ShardedModel& model, size_t index, const at::Tensor& whole
 /// UsageError unless `to` is a rank, or negative for all ranks. Local.
 void check_destination(const ShardedModule& sharded, const char* call, int to);
 
+/// UsageError on all ranks where they have other values, or other names. Collective.
+void check_same_values(const ShardedModule& sharded, const char* call,
+                       const std::vector<std::pair<std::string, at::Tensor>>& values);
+
 /// Runs `check` on every rank under tessera::agree(): an error on one rank is thrown on all.
 /// Messages begin with the wrapper's name and `call`. Collective.
 void check_on_all_ranks(const ShardedModule& sharded, const char* call,

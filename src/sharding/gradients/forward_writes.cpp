@@ -1,20 +1,11 @@
 #include "sharding/gradients/forward_writes.h"
 
 #include <fmt/format.h>
-#include <xxhash.h>
 
-#include "tessera/detail/resolved.h"
+#include "sharding/checksum.h"
 #include "tessera/error.h"
 
 namespace tessera::sharding {
-namespace {
-
-uint64_t checksum_of(const at::Tensor& parameter) {
-  const auto values = detail::resolved(parameter.detach()).cpu().contiguous();
-  return XXH3_64bits(values.data_ptr(), values.nbytes());
-}
-
-}  // namespace
 
 void ForwardWrites::begin(bool evaluates) {
   if (!versions_.empty() && (evaluates || !evaluates_)) return;
@@ -36,7 +27,7 @@ void ForwardWrites::compare(const std::string& component, ProcessGroup group) {
 void ForwardWrites::compare(const std::string& component, ProcessGroup group, size_t i) const {
   if (group.size() == 1) return;
   const auto& [name, tensor] = parameters_[i];
-  const auto all = group.all_gather_bytes(fmt::format("{:016x}", checksum_of(tensor)),
+  const auto all = group.all_gather_bytes(fmt::format("{:016x}", checksum(tensor)),
                                           "parameter written before backward: " + name);
   for (size_t rank = 1; rank < all.size(); ++rank) {
     if (all[rank] == all[0]) continue;
