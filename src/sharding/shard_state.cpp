@@ -171,6 +171,15 @@ std::vector<ParameterShard> parameter_shards(const std::vector<const OwnedShard*
   return shards;
 }
 
+void take_group_options(torch::optim::Optimizer& optimizer, const OptimizerStateDict& dict) {
+  auto& groups = optimizer.param_groups();
+  for (const bool tries : {true, false})
+    for (size_t g = 0; g < groups.size(); ++g) {
+      const auto copy = groups[g].options().clone();
+      set_options(tries ? *copy : groups[g].options(), dict.groups[g].options);
+    }
+}
+
 void check_groups(const std::string& who, const std::vector<std::vector<std::string>>& names,
                   const OptimizerStateDict& dict) {
   if (names.size() != dict.groups.size()) {

@@ -30,6 +30,10 @@ void load_shard_state(torch::optim::Optimizer& local, const std::vector<const Ow
                       const std::vector<NamedTensor>& parameters,
                       const std::map<std::string, ParamState>& state);
 
+/// Gives each group of `optimizer` its options in `dict`. If one of them cannot be set, throws and
+/// changes none. Local.
+void take_group_options(torch::optim::Optimizer& optimizer, const OptimizerStateDict& dict);
+
 /// UsageError "<who>: …" if the groups of `dict` have other parameters than `names`, which are the
 /// optimizer's parameters by group, in order. Local.
 void check_groups(const std::string& who, const std::vector<std::vector<std::string>>& names,

@@ -336,8 +336,7 @@ void ZeroRedundancyOptimizer::Impl::load(const OptimizerStateDict& dict) {
       }
     }
   }
-  for (size_t g = 0; g < names.size(); ++g)
-    set_options(outer_.param_groups()[g].options(), dict.groups[g].options);
+  sharding::take_group_options(outer_, dict);
   local.take_options_of(outer_);
   frozen_state.clear();
   for (const auto& [name, state] : dict.state)

@@ -73,6 +73,22 @@ TEST(OptimizerStateFile, LoadsIntoAPlainOptimizer) {
   expect_same(state_dict(adam, named_parameters(*net)), dict);
 }
 
+TEST(OptimizerStateDict, OptionsOfOneGroupThatAreRefusedChangeNone) {
+  auto net = testing::seeded<testing::Uneven>(2);
+  const auto named = named_parameters(*net);
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  for (const auto& [name, parameter] : named) groups.emplace_back(std::vector{parameter});
+  torch::optim::Adam adam(groups, torch::optim::AdamOptions(0.5));
+  auto dict = state_dict(adam, named);
+  for (auto& group : dict.groups) group.options["lr"] = 0.25;
+  dict.groups.back().options["ratio"] = 0.1;
+  EXPECT_THAT(thrown_by([&] { load_state_dict(adam, named, dict); }), HasSubstr("ratio"));
+  for (const auto& group : adam.param_groups()) EXPECT_EQ(group.options().get_lr(), 0.5);
+  dict.groups.back().options.erase("ratio");
+  load_state_dict(adam, named, dict);
+  for (const auto& group : adam.param_groups()) EXPECT_EQ(group.options().get_lr(), 0.25);
+}
+
 TEST(OptimizerStateFile, BadFilesAreErrorsThatNameTheFile) {
   const testing::TemporaryFolder folder;
   const auto path = folder.path() + "/x.safetensors";

@@ -88,9 +88,7 @@ void FullyShardedDataParallelBase::load_optim_state_dict(torch::optim::Optimizer
       }
     }
   }
-  auto& groups = optimizer.param_groups();
-  for (size_t g = 0; g < groups.size(); ++g)
-    set_options(groups[g].options(), dict.groups[g].options);
+  sharding::take_group_options(optimizer, dict);
   sharding::load_shard_state(optimizer, sharded.model.shards(), sharded.model.parameters,
                              dict.state);
 }

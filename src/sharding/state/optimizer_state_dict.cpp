@@ -112,8 +112,8 @@ void load_state_dict(torch::optim::Optimizer& optimizer, const NamedParameters& 
     for (size_t i = 0; i < mine[g].size(); ++i)
       if (const auto found = dict.state.find(mine[g][i]); found != dict.state.end())
         check_shapes(mine[g][i], groups[g].params()[i], found->second, is_element_wise(optimizer));
+  sharding::take_group_options(optimizer, dict);
   for (size_t g = 0; g < groups.size(); ++g) {
-    set_options(groups[g].options(), dict.groups[g].options);
     for (size_t i = 0; i < groups[g].params().size(); ++i) {
       const auto& parameter = groups[g].params()[i];
       const auto found = dict.state.find(dict.groups[g].parameters[i]);
