@@ -77,6 +77,17 @@ Losses train_pair(StepModels& models, const Batch& batch, bool frozen) {
   return {{"actor_loss", loss}, {"critic_loss", second}};
 }
 
+/// One loss of both models.
+Losses train_jointly(StepModels& models, const Batch& batch) {
+  StepModel &actor = models["actor"], &critic = models["critic"];
+  const auto loss =
+      bce(critic.forward(actor.forward(batch.targets)), 1) + bce(critic.forward(batch.inputs), 0);
+  actor.backward(loss);
+  actor.step();
+  critic.step();
+  return {{"loss", loss}};
+}
+
 TrainStep pair_step(bool frozen) {
   TrainStep step;
   step.models = {"actor", "critic"};
@@ -99,6 +110,7 @@ void register_components() {
     registry::datasets().add<Points>("Points");
     registry::train_steps().add_plan("pair", pair_step(false));
     registry::train_steps().add_plan("frozen_pair", pair_step(true));
+    registry::train_steps().add("joint", train_jointly);
     registry::train_steps().add("odd", [](StepModels& models, const Batch& batch) {
       const int64_t step = models.progress().step;
       auto& actor = models["actor"];
@@ -182,7 +194,7 @@ struct PlainPair {
 };
 
 /// The same training as a loop of libtorch over whole batches.
-PlainPair plain_pair(int64_t steps) {
+PlainPair plain_pair(int64_t steps, bool joint = false) {
   torch::manual_seed(3);
   Mlp actor(MlpImpl::Options{3, 7, 2});
   torch::manual_seed(4);
@@ -197,6 +209,18 @@ PlainPair plain_pair(int64_t steps) {
     const Batch batch = points.get(samples);
     const double factor = 0.5 + 0.5 * static_cast<double>(std::min<int64_t>(step, 4)) / 4;
     for (auto& group : of_actor.param_groups()) group.options().set_lr(1e-2 * factor);
+    if (joint) {
+      of_actor.zero_grad();
+      of_critic.zero_grad();
+      const auto loss = bce(critic->forward(actor->forward(batch.targets)), 1) +
+                        bce(critic->forward(batch.inputs), 0);
+      loss.backward();
+      torch::nn::utils::clip_grad_norm_(actor->parameters(), 0.05);
+      of_actor.step();
+      of_critic.step();
+      result.losses.push_back(loss.item<double>());
+      continue;
+    }
     const auto fake = actor->forward(batch.targets).detach();
     at::Tensor second;
     for (int i = 0; i < 2; ++i) {
@@ -230,6 +254,24 @@ TEST_F(ModelsTest, EqualsAPlainLoopInEveryWorldAndWrapper) {
       }
     }
   }
+}
+
+TEST_F(ModelsTest, OneLossTrainsBoth) {
+  const PlainPair plain = plain_pair(6, true);
+  for (int world = 1; world <= 4; ++world) {
+    for (const auto& wrapper : tessera::testing::kWrappers) {
+      const std::string what = wrapper + ", " + std::to_string(world) + " ranks";
+      const TrainResult result = train_ranks(world, {wrapper, "train_step=joint"});
+      tessera::testing::expect_near(result.losses, plain.losses, 1e-5);
+      expect_equal(saved("pair"), plain.weights, 2e-6, what);
+    }
+  }
+  std::vector<std::string> scaled{"train_step=joint", "models.actor.train.loss_scale=256"};
+  train_ranks(2, scaled);
+  expect_equal(saved("pair"), plain.weights, 2e-6, "the loss scale of one");
+  scaled.emplace_back("models.critic.train.loss_scale=8");
+  train_ranks(2, scaled);
+  expect_equal(saved("pair"), plain.weights, 2e-6, "two loss scales");
 }
 
 TEST_F(ModelsTest, AResumedRunEqualsTheUninterruptedOneAtAnotherNumberOfRanks) {

@@ -86,6 +86,8 @@ TEST_F(TrainKeys, FrozenParametersKeepTheirValuesAndTheOthersTrain) {
               HasSubstr("ignored_states contains transformer.wpe.weight, which "
                         "would not be trained; expected model.freeze to contain it too"));
   train_ranks(2, {ignores, "model.freeze=transformer.wpe.*"});
+  EXPECT_THAT(thrown_by([&] { train_ranks(1, {"model.freeze={patterns: []}"}); }),
+              HasSubstr("model.freeze.patterns: []; expected names of parameters"));
   EXPECT_THAT(thrown_by([&] { train_ranks(2, {"model.freeze='**'"}); }),
               HasSubstr("model.freeze: all parameters are frozen"));
 }

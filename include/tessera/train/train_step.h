@@ -34,12 +34,12 @@ class StepModel {
   at::Tensor call(const std::function<at::Tensor()>& function);
 
   /// Adds the gradients of `loss`, the mean over this rank's samples. It may depend on several
-  /// models; then the others get gradients too, unless they are frozen. If the loss is not finite,
-  /// all elements of the gradients are NaN.
+  /// models; then the others get gradients too, unless they are frozen, and step() of each model
+  /// uses them. If the loss is not finite, all elements of the gradients are NaN.
   void backward(const at::Tensor& loss);
   /// Clips the mean gradient over the ranks, updates the parameters and removes the gradients.
   /// Returns whether the parameters have changed; they have not if the norm of the gradient is not
-  /// finite. UsageError without a backward() of this model since the last step() or zero_grad().
+  /// finite. UsageError without gradients since the last step() or zero_grad().
   bool step();
   /// backward() and step().
   bool update_params(const at::Tensor& loss);
@@ -69,6 +69,7 @@ class StepModel {
   double norm_ = 0;                         // of the gradient of the last step()
   bool pending_ = false;                    // a backward() whose gradients no step() has used
   bool updated_ = false, skipped_ = false;  // whether a step() of this train step was (not) made
+  std::shared_ptr<double> last_scale_;      // loss scale of the last backward() of any model
 };
 
 /// The models of a run by name. Local.

@@ -45,6 +45,8 @@ void read_freeze(OptionReader& keys, std::vector<FreezeRule>& rules) {
     rule.read("patterns", read.patterns, "names of parameters");
     rule.read("until", read.until, "the first step that trains them", kAtLeastOne);
     rule.finish();
+    if (read.patterns.empty())
+      fail_at(item, keys.full("freeze") + ".patterns", "[]; expected names of parameters");
     rules.push_back(std::move(read));
   };
   if (node->kind == ConfigNode::Kind::Sequence) {

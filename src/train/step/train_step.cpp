@@ -39,14 +39,15 @@ void StepModel::backward(const at::Tensor& loss) {
       finite, at::ones_like(loss), at::full_like(loss, std::numeric_limits<double>::quiet_NaN()));
   step_.backward(loss * factor, 1 / weight_);
   pending_ = true;
+  *last_scale_ = step_.scaler().scale();
 }
 
 bool StepModel::step() {
-  if (!pending_)
+  if (!pending_ && wrapper_.gradients().empty())
     throw UsageError(place_ + name_ +
                      ".step(): there are no gradients; expected a backward() of this model since "
                      "its last step() or zero_grad()");
-  const auto [norm, updated] = step_.update();
+  const auto [norm, updated] = pending_ ? step_.update() : step_.update(*last_scale_);
   pending_ = false;
   norm_ = norm;
   updated_ = updated_ || updated;
@@ -79,7 +80,10 @@ std::shared_ptr<void> StepModel::freeze() {
 }
 
 StepModels::StepModels(std::vector<StepModel> models, ProcessGroup group)
-    : models_(std::move(models)), group_(std::move(group)) {}
+    : models_(std::move(models)), group_(std::move(group)) {
+  const auto last_scale = std::make_shared<double>(1);
+  for (auto& model : models_) model.last_scale_ = last_scale;
+}
 
 StepModel& StepModels::operator[](const std::string& name) {
   for (auto& model : models_)

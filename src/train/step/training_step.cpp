@@ -141,20 +141,20 @@ void TrainingStep::backward(const at::Tensor& loss, double divisor) {
   model_.backward(scaler_.scale(divisor == 1 ? loss : loss / divisor));
 }
 
-TrainingStep::Update TrainingStep::update() {
-  const bool scaled = options_.scaler.enabled;
-  if (scaled) {
+TrainingStep::Update TrainingStep::update(double scale) {
+  if (scale != 1) {
     const torch::NoGradGuard no_grad;
-    for (const auto& gradient : model_.gradients()) at::Tensor(gradient).mul_(scaler_.inverse());
+    for (const auto& gradient : model_.gradients()) at::Tensor(gradient).mul_(1 / scale);
   }
   // An infinity on any rank makes the norm infinite or NaN, so no other check is needed.
-  const auto nonfinite = scaled ? NonfiniteNorm::skip : options_.nonfinite;
+  const bool enabled = options_.scaler.enabled;
+  const auto nonfinite = enabled || scale != 1 ? NonfiniteNorm::skip : options_.nonfinite;
   const double norm = model_.update(
       {options_.clip_grad_norm, options_.clip_grad_value, options_.clip_norm_type, nonfinite});
   const bool updated = std::isfinite(norm) || nonfinite == NonfiniteNorm::update;
-  const double scale = scaler_.scale();
-  if (scaled) scaler_.update(!updated);
-  model_.end_step({updated, scaler_.scale() / scale});
+  const double before = scaler_.scale();
+  if (enabled) scaler_.update(!updated);
+  model_.end_step({updated, scaler_.scale() / before});
   return {norm, updated};
 }
 

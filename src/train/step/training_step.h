@@ -83,7 +83,8 @@ class TrainingStep : public RunStep {
     double norm = 0;
     bool updated = false;
   };
-  Update update();  ///< The last part: unscales, clips, updates.
+  Update update() { return update(scaler_.scale()); }  ///< The last part: unscales, clips, updates.
+  Update update(double scale);  ///< The same with gradients of another loss scale.
   GradScaler& scaler() { return scaler_; }
   const GradScaler& scaler() const { return scaler_; }
   const OptimWrapperOptions& options() const { return options_; }
