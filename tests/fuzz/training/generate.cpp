@@ -317,13 +317,11 @@ Case generate(uint64_t seed) {
     return std::any_of(result.story.begin(), result.story.end(),
                        [&](const Item& event) { return event.kind == kind; });
   };
-  const bool freezes = has_event("freeze"), thaws = has_event("thaw");
+  const bool freezes = has_event("freeze");
   for (auto& event : result.story) {
     // Before libtorch 2, a plain optimizer still updates a frozen parameter whose `.grad` was
     // zeroed.
     if (freezes) event.values.erase("zero");
-    // A checkpoint has no optimizer state of frozen parameters.
-    if (freezes || thaws) event.values.erase("folder");
   }
   vary(random, result);
   // Small steps: what rounding takes from a parameter itself is large beside them.

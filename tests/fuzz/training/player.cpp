@@ -87,6 +87,9 @@ void Player::resume(int number) {
   std::vector<double> rates;
   for (const auto& group : subject_->optimizer().param_groups())
     rates.push_back(group.options().get_lr());
+  std::vector<bool> trainable;
+  for (const auto& named : named_parameters(subject_->net()))
+    trainable.push_back(named.second.requires_grad());
   subject_->settle();
   const auto outer = local_sgd_ ? local_sgd_->state_dict() : LocalSgd::State();
   subject_->save(folder, inner_, local_sgd_.get());
@@ -97,6 +100,10 @@ void Player::resume(int number) {
   if (local_sgd_) load_local_sgd(*local_sgd_, outer, folder);
   for (size_t i = 0; i < rates.size(); ++i)
     subject_->optimizer().param_groups()[i].options().set_lr(rates[i]);
+  for (auto& named : named_parameters(subject_->net())) {
+    named.second.requires_grad_(trainable.front());
+    trainable.erase(trainable.begin());
+  }
   cleared_ = true;
 }
 

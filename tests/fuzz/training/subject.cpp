@@ -55,6 +55,13 @@ std::unique_ptr<LocalSgd> Subject::make_local_sgd(const LocalSgdGroups& groups,
       [this] { publish(); }, [this] { prepare(); });
 }
 
+std::vector<ParameterShard> Subject::state_shards() {
+  std::vector<ParameterShard> result;
+  for (const auto& [name, parameter] : named_parameters(*net_))
+    if (parameter.numel() > 0) result.push_back(whole_shard(name, parameter));
+  return result;
+}
+
 void Subject::save(const std::string& folder, const ProcessGroup& group, LocalSgd* local_sgd) {
   CheckpointStore store(folder, group);
   CheckpointWriter writer(store, 0);
@@ -99,7 +106,7 @@ void Subject::load(const std::string& folder) {
     weights.emplace_back(name, checkpoint.load_tensor(kWeightsFile, name));
   load_weights(weights);
   std::vector<ElementRange> requests;
-  for (const auto& shard : shards()) requests.push_back(shard);
+  for (const auto& shard : state_shards()) requests.push_back(shard);
   load_state_slices(checkpoint.load_slices(requests));
 }
 

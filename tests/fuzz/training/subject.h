@@ -63,11 +63,13 @@ class Subject {
   explicit Subject(std::shared_ptr<Net> net) : net_(std::move(net)) {}
   virtual void load_weights(const ModuleStateDict& weights) { load_state_dict(*net_, weights); }
   virtual std::vector<ParameterShard> shards() { return parameter_shards(named_parameters(*net_)); }
+  /// The same with frozen parameters, which may have state.
+  virtual std::vector<ParameterShard> state_shards();
   virtual std::vector<StateSlice> state_slices() {
-    return tessera::state_slices(optimizer(), shards());
+    return tessera::state_slices(optimizer(), state_shards());
   }
   virtual void load_state_slices(const std::vector<StateSlice>& slices) {
-    tessera::load_state_slices(optimizer(), shards(), slices);
+    tessera::load_state_slices(optimizer(), state_shards(), slices);
   }
   /// Gives what was written to the shards to the other ranks.
   virtual void publish() {}

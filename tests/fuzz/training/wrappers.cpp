@@ -183,6 +183,7 @@ class ZeroSubject : public Subject {
     return zero_->state_dict();
   }
   std::vector<ParameterShard> shards() override { return zero_->shards(); }
+  std::vector<ParameterShard> state_shards() override { return shards(); }
   std::vector<StateSlice> state_slices() override { return zero_->state_slices(); }
   void load_state_slices(const std::vector<StateSlice>& slices) override {
     zero_->load_state_slices(slices);
@@ -329,6 +330,7 @@ class FsdpSubject : public Subject {
   ModuleStateDict weights() override { return fsdp_.state_dict(-1); }
   void load_weights(const ModuleStateDict& weights) override { fsdp_.load_state_dict(weights); }
   std::vector<ParameterShard> shards() override { return fsdp_.shards(); }
+  std::vector<ParameterShard> state_shards() override { return fsdp_.shards(true); }
   bool saves_shards(int /*rank*/) override { return fsdp_.first_replica(); }
   bool is_replicated() override { return whole_; }
   OptimizerStateDict optimizer_state() override { return fsdp_.optim_state_dict(*optimizer_, -1); }
