@@ -221,8 +221,7 @@ void add_late_part(Random& random, Case& which) {
 /// Training that ends and goes on from a checkpoint, with all that the wrapper has.
 void add_resumes(Random& random, Case& which) {
   const auto& values = which.wrapper.values;
-  if (has(which.story, {"to_dtype", "move"}) || which.optimizer.kind == "LBFGS")
-    return;
+  if (has(which.story, {"to_dtype", "move"}) || which.optimizer.kind == "LBFGS") return;
   for (const char* name : {"late_part", "ignored", "local_group"})
     if (values.count(name)) return;
   // Ranks may have different buffers between two steps, and a checkpoint has those of one rank.
