@@ -97,6 +97,21 @@ TEST_P(Collectives, ConjugateAndNegativeViewsHaveTheirValues) {
     EXPECT_TRUE(at::equal(mixed, complex(0).conj()));
     EXPECT_TRUE(at::equal(group.all_gather(at::_neg_view(at::ones({1}))), -at::ones({world()})));
 
+    // On rank 0 alone, too.
+    for (const bool all : {true, false}) {
+      auto summed = complex(rank), reduced = complex(rank);
+      at::Tensor expected = at::zeros_like(summed);
+      for (int r = 0; r < world(); ++r) expected += all || r == 0 ? complex(r).conj() : complex(r);
+      const auto view = [&](const at::Tensor& tensor) {
+        return all || rank == 0 ? tensor.conj() : tensor;
+      };
+      auto sum_view = view(summed), reduced_view = view(reduced);
+      group.all_reduce(sum_view);
+      EXPECT_TRUE(at::allclose(sum_view, expected));
+      group.reduce(reduced_view, 0);
+      EXPECT_TRUE(at::allclose(reduced_view, rank == 0 ? expected : view(complex(rank))));
+    }
+
     const std::vector<int64_t> counts(world(), 1);
     const auto flat = at::_neg_view(at::ones({world()}));
     EXPECT_THROW(group.reduce_scatter(flat, counts), UsageError);

@@ -43,6 +43,19 @@ class Flat {
 /// Complex numbers are moved and summed as pairs of real ones.
 at::Tensor pairs(const at::Tensor& tensor) { return at::view_as_real(tensor.detach()); }
 
+/// A call that gives its result in `dense`, which then goes to `view` of other memory.
+Call with_copy_to(const ProcessGroup::Impl& impl, const at::Tensor& view, const at::Tensor& dense,
+                  Call call) {
+  const auto copy = [view = view.detach(), dense] { view.copy_(dense); };
+  if (impl.alone()) copy();
+  call.body = [body = std::move(call.body), copy](Transport& transport, const Headers& headers) {
+    body(transport, headers);
+    copy();
+  };
+  call.tensors.push_back(view);
+  return call;
+}
+
 Counts doubled(Counts counts) {
   for (auto& count : counts) count *= 2;
   return counts;
@@ -86,6 +99,10 @@ uint64_t bytes_of(const at::Tensor& tensor) {
 Call all_reduce_call(ProcessGroup::Impl& impl, at::Tensor tensor, double scale,
                      const std::string& tag) {
   check_tensor(impl, "all_reduce", tensor);
+  if (tensor.is_conj()) {
+    const at::Tensor dense = detail::resolved(tensor.detach());
+    return with_copy_to(impl, tensor, dense, all_reduce_call(impl, dense, scale, tag));
+  }
   if (tensor.is_complex()) return all_reduce_call(impl, pairs(tensor), scale, tag);
   tensor = without_repeats(std::move(tensor));
   check_sum(impl, "all_reduce", tensor, scale);
@@ -103,6 +120,10 @@ Call all_reduce_call(ProcessGroup::Impl& impl, at::Tensor tensor, double scale,
 
 Call reduce_call(ProcessGroup::Impl& impl, at::Tensor tensor, int root, const std::string& tag) {
   check_tensor(impl, "reduce", tensor);
+  if (tensor.is_conj()) {
+    const at::Tensor dense = detail::resolved(tensor.detach());
+    return with_copy_to(impl, tensor, dense, reduce_call(impl, dense, root, tag));
+  }
   if (tensor.is_complex()) return reduce_call(impl, pairs(tensor), root, tag);
   tensor = without_repeats(std::move(tensor));
   check_sum(impl, "reduce", tensor);
