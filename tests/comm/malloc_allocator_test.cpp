@@ -46,7 +46,7 @@ TEST(MallocAllocator, AFreedBlockFitsTheNextTensorOfItsSize) {
     found += tensor.data_ptr() == place;
   }
   EXPECT_GE(tried, 10);
-  EXPECT_GE(found, tried * 9 / 10);  // a small block may be taken from a freed one
+  EXPECT_GE(found, tried * 3 / 4);  // a small block may be taken from a freed one
 
   // Frees by address memory of either allocator.
   auto* const now = c10::GetAllocator(at::kCPU);

@@ -1,10 +1,11 @@
 """Two hosts, which are two network namespaces that a cable connects, and strangers that disturb them."""
-import itertools, os, pathlib, re, shutil, signal, subprocess
+import itertools, os, pathlib, re, shutil, signal, subprocess, time
 
 ADDRESSES = ["192.0.2.1", "192.0.2.2"]  # TEST-NET-1
 SECOND_ADDRESS = "192.0.2.9"  # of host 0
 PREFIX = "tessera-hosts-"
 NUMBERS = itertools.count()
+NAME_SERVERS = set(re.findall(r"^nameserver ([\d.]+)$", pathlib.Path("/etc/resolv.conf").read_text(), re.M)) if os.path.exists("/etc/resolv.conf") else set()
 
 # Keeps connections open, opens each again that is closed, and sends these bytes: ADDRESS PORT COUNT BYTES_IN_HEX
 JUNK = """
@@ -80,6 +81,14 @@ class TwoHosts:
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "address", "add", address + "/24", "dev", end)
             ip("-n", name, "link", "set", end, "up")
+            for server in NAME_SERVERS:  # none answers: without this each look-up waits for 10 s
+                ip("-n", name, "route", "add", "prohibit", server)
+        for name, end in zip(names, cables):  # the kernel says it up to a second later
+            until = time.monotonic() + 10
+            while "state UP" not in ip("-n", name, "link", "show", "dev", end):
+                if time.monotonic() > until:
+                    raise OSError(f"{end} of {name} does not come up within 10 s")
+                time.sleep(0.02)
         ip("-n", names[0], "address", "add", SECOND_ADDRESS + "/24", "dev", cables[0])
         ip("-n", names[0], "route", "add", "default", "via", ADDRESSES[1])
 
