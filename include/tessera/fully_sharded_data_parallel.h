@@ -253,12 +253,11 @@ class FullyShardedDataParallelBase : public Joinable {
   /// Writes state_dict() with save_weights(). `path`: one file, which rank 0 writes, or, if it ends
   /// in "/", a folder to which each rank writes its part. Collective.
   void save_state_dict(const std::string& path);
-  /// Each rank copies its part of `state`. UsageError on all ranks for another shape, for other
-  /// values of a sharded parameter than on rank 0, and for names that are missing or unexpected;
-  /// without `strict` these names are returned instead. Collective.
+  /// Each rank copies its part of `state`. UsageError on all ranks for another shape, other sharded
+  /// values than on rank 0, or names that do not match, which are returned if not `strict`.
   UnmatchedNames load_state_dict(const std::vector<std::pair<std::string, at::Tensor>>& state,
                                  bool strict = true);
-  /// The same from weights that every rank can read: see Weights. Collective.
+  /// The same from weights that every rank can read: see Weights. Both are collective.
   UnmatchedNames load_state_dict(const std::string& path, bool strict = true);
 
   /// Writes the checkpoint `folder`/step-00000000 in one rename: each rank of the first replica its

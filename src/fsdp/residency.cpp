@@ -229,9 +229,9 @@ bool Residency::release_until_it_fits(int64_t bytes, size_t min_distance) {
     for (auto& unit : model_.units) {
       if (unit.state == Unit::State::released || unit.root) continue;
       gathered += unit.gathered_bytes();
-      if (contains(needed_, index_of(unit))) continue;
-      const Lateness lateness{order_.next_use(index_of(unit)),
-                              !encloses_one(model_, needed_, index_of(unit)),
+      if (contains(needed_, model_.index_of(unit))) continue;
+      const Lateness lateness{order_.next_use(model_.index_of(unit)),
+                              !encloses_one(model_, needed_, model_.index_of(unit)),
                               clock_ - unit.last_use};
       if (std::get<0>(lateness) < min_distance || (victim && lateness <= latest)) continue;
       victim = &unit;
@@ -256,7 +256,7 @@ bool Residency::prefetch(Unit& unit, Phase phase, size_t distance) {
   if (unit.state != Unit::State::released || unit.gathered_bytes() == 0) return true;
   const auto gathering =
       std::count_if(model_.units.begin(), model_.units.end(), [this](const Unit& other) {
-        return other.state == Unit::State::gathering && !contains(needed_, index_of(other));
+        return other.state == Unit::State::gathering && !contains(needed_, model_.index_of(other));
       });
   if (gathering >= static_cast<int64_t>(kMaxGathering)) return false;
   if (!unit.root && !release_until_it_fits(unit.gathered_bytes(), distance)) return false;
@@ -265,13 +265,13 @@ bool Residency::prefetch(Unit& unit, Phase phase, size_t distance) {
 }
 
 void Residency::gradients_complete(Unit& unit) {
-  if (order_.next_use(index_of(unit)) == UseOrder::kNever) release(unit);
+  if (order_.next_use(model_.index_of(unit)) == UseOrder::kNever) release(unit);
 }
 
 void Residency::gradients_done(Unit& unit) {
   unit.changed = unit.reduced = true;
   if (unit.state == Unit::State::resident && !unit.root && order_.follows_record() &&
-      order_.next_use(index_of(unit)) == UseOrder::kNever)
+      order_.next_use(model_.index_of(unit)) == UseOrder::kNever)
     release(unit);
   needed_.clear();
   const bool prefetches = options_.overlap != Overlap::none && !model_.diverged;

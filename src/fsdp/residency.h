@@ -79,7 +79,6 @@ class Residency : public sharding::PageOwner {
   void synchronize_changes();
   void end_step();
   void wait_for_readers(const char* tag, bool meets = false);
-  size_t index_of(const Unit& unit) const { return &unit - model_.units.data(); }
 
   ShardedModel& model_;
   const FullyShardedDataParallelOptions& options_;

@@ -72,7 +72,7 @@ struct TakesStateSlices : RunHook {
     auto slices = state.model->state_slices();
     for (auto& slice : slices)
       for (auto& [name, tensor] : slice.state.tensors) tensor = tensor.clone();
-    state.model->take_state_slices(std::move(slices));
+    state.model->load_state_slices(std::move(slices));
     for (const auto& slice : slices)
       for (const auto& [name, tensor] : slice.state.tensors)
         EXPECT_FALSE(tensor.defined()) << name << " of " << slice.parameter << " is kept";

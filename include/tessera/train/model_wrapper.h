@@ -157,10 +157,9 @@ class ModelWrapper {
   virtual void publish_shards() = 0;
   /// The optimizer state of the shards. Local.
   virtual std::vector<StateSlice> state_slices() = 0;
-  virtual void load_state_slices(const std::vector<StateSlice>& slices) = 0;
-  /// As load_state_slices(), of slices that nobody needs afterwards: override it to drop each
-  /// tensor when it has been copied. By default load_state_slices().
-  virtual void take_state_slices(std::vector<StateSlice>&& slices) { load_state_slices(slices); }
+  /// Loads the optimizer state of shards(). Drops each tensor of `slices` when it has been copied.
+  /// Local.
+  virtual void load_state_slices(std::vector<StateSlice>&& slices) = 0;
   /// The whole optimizer state by parameter name, gathered on rank 0; other ranks get an empty one.
   /// The format is the same for all wrappers and for a plain optimizer.
   virtual OptimizerStateDict optimizer_state_dict() = 0;

@@ -23,6 +23,7 @@ struct ShardedModel {
   /// Replaced shards get their own memory again, with their new values. UsageError for another
   /// shape.
   void take_back_shards();
+  size_t index_of(const Unit& unit) const { return &unit - units.data(); }
 
   std::vector<sharding::NamedTensor> parameters;
   std::vector<Unit> units;            ///< The root first.

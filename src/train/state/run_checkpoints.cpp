@@ -248,7 +248,7 @@ std::vector<at::Tensor> RunCheckpoints::restore_slices(const SavedState& state,
   load_parameters(resumed_group_, slices, shards);
   if (!config.checkpoint.optimizer) return averages;
   try {
-    wrapper.take_state_slices(std::move(slices));
+    wrapper.load_state_slices(std::move(slices));
   } catch (const UsageError& error) {
     const std::string& before = state.models.begin()->second.optimizer;
     const bool several = !config.models.empty();

@@ -213,7 +213,7 @@ void RunWeights::load_optimizer_init() {
       for (const ElementRange& range : wrapper_->shards()) ranges.push_back(range);
       auto slices = optimizer_init_->load_slices(optimizer_names_, ranges);
       try {
-        wrapper_->take_state_slices(std::move(slices));
+        wrapper_->load_state_slices(std::move(slices));
       } catch (const UsageError& error) {
         throw UsageError(fmt::format("{} is not the state of {}: {}", own_.optimizer_init.path,
                                      own_.optimizer.type, error.what()));

@@ -90,10 +90,7 @@ class FsdpWrapper : public ModelWrapper {
   std::vector<StateSlice> state_slices() override {
     return tessera::state_slices(*optimizer_, fsdp_.shards());
   }
-  void load_state_slices(const std::vector<StateSlice>& slices) override {
-    tessera::load_state_slices(*optimizer_, fsdp_.shards(), slices);
-  }
-  void take_state_slices(std::vector<StateSlice>&& slices) override {
+  void load_state_slices(std::vector<StateSlice>&& slices) override {
     tessera::load_state_slices(*optimizer_, fsdp_.shards(), std::move(slices));
   }
   OptimizerStateDict optimizer_state_dict() override { return fsdp_.optim_state_dict(*optimizer_); }

@@ -86,11 +86,7 @@ std::vector<StateSlice> ModelsWrapper::state_slices() {
   return joined(models_, [](ModelWrapper& wrapper) { return wrapper.state_slices(); });
 }
 
-void ModelsWrapper::load_state_slices(const std::vector<StateSlice>& slices) {
-  take_state_slices(std::vector<StateSlice>(slices));
-}
-
-void ModelsWrapper::take_state_slices(std::vector<StateSlice>&& slices) {
+void ModelsWrapper::load_state_slices(std::vector<StateSlice>&& slices) {
   for (const auto& [name, wrapper] : models_) {
     std::vector<StateSlice> own;
     for (auto& slice : slices) {
@@ -99,7 +95,7 @@ void ModelsWrapper::take_state_slices(std::vector<StateSlice>&& slices) {
       own.push_back(std::move(slice));
       own.back().parameter = parameter;
     }
-    named(name + ": ", [&] { wrapper.take_state_slices(std::move(own)); });
+    named(name + ": ", [&] { wrapper.load_state_slices(std::move(own)); });
   }
 }
 

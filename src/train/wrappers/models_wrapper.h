@@ -31,8 +31,7 @@ class ModelsWrapper final : public ModelWrapper {
   void before_shard_writes() override;
   void publish_shards() override;
   std::vector<StateSlice> state_slices() override;
-  void load_state_slices(const std::vector<StateSlice>& slices) override;
-  void take_state_slices(std::vector<StateSlice>&& slices) override;
+  void load_state_slices(std::vector<StateSlice>&& slices) override;
   OptimizerStateDict optimizer_state_dict() override;
   void load_optimizer_state_dict(const OptimizerStateDict& dict) override;
   std::vector<size_t> saved_shards() override;

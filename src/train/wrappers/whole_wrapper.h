@@ -29,10 +29,7 @@ class WholeWrapper : public ModelWrapper {
   std::vector<StateSlice> state_slices() override {
     return tessera::state_slices(*optimizer_, shards());
   }
-  void load_state_slices(const std::vector<StateSlice>& slices) override {
-    tessera::load_state_slices(*optimizer_, shards(), slices);
-  }
-  void take_state_slices(std::vector<StateSlice>&& slices) override {
+  void load_state_slices(std::vector<StateSlice>&& slices) override {
     tessera::load_state_slices(*optimizer_, shards(), std::move(slices));
   }
   OptimizerStateDict optimizer_state_dict() override {

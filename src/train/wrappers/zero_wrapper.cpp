@@ -103,10 +103,7 @@ class ZeroWrapper : public ModelWrapper {
   void before_shard_writes() override { optimizer_.wait_for_readers(); }
   void publish_shards() override { optimizer_.gather_parameters(); }
   std::vector<StateSlice> state_slices() override { return optimizer_.state_slices(); }
-  void load_state_slices(const std::vector<StateSlice>& slices) override {
-    optimizer_.load_state_slices(slices);
-  }
-  void take_state_slices(std::vector<StateSlice>&& slices) override {
+  void load_state_slices(std::vector<StateSlice>&& slices) override {
     optimizer_.load_state_slices(std::move(slices));
   }
   OptimizerStateDict optimizer_state_dict() override {
