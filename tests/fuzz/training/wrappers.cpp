@@ -183,7 +183,14 @@ class ZeroSubject : public Subject {
     return zero_->state_dict();
   }
   std::vector<ParameterShard> shards() override { return zero_->shards(); }
-  std::vector<ParameterShard> state_shards() override { return shards(); }
+  /// With the state of parameters that have been frozen since construction.
+  std::vector<ParameterShard> state_shards() override {
+    auto result = shards();
+    for (const auto& [name, parameter] : named_parameters(net()))
+      if (!parameter.requires_grad() && parameter.numel() > 0)
+        result.push_back(whole_shard(name, parameter));
+    return result;
+  }
   std::vector<StateSlice> state_slices() override { return zero_->state_slices(); }
   void load_state_slices(const std::vector<StateSlice>& slices) override {
     zero_->load_state_slices(slices);
