@@ -354,7 +354,7 @@ void expect_parity_of_draw(uint64_t seed) {
 
 // No rank may wait in a collective that another rank does not make.
 TEST(FsdpUneven, DrawnAtRandom) {
-  for (uint64_t seed = 0; seed < 150; ++seed) {
+  for (uint64_t seed = 0; seed < 100; ++seed) {
     SCOPED_TRACE(seed);
     expect_parity_of_draw(seed);
     if (::testing::Test::HasFailure()) return;
