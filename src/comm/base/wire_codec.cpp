@@ -157,12 +157,12 @@ int64_t WireFeedback::bytes() const {
 }
 
 namespace {
-thread_local WireFeedback* current_feedback = nullptr;
+thread_local std::shared_ptr<WireFeedback> current_feedback;
 }  // namespace
 
-WireFeedbackScope::WireFeedbackScope(WireFeedback& feedback)
-    : before_(std::exchange(current_feedback, &feedback)) {}
-WireFeedbackScope::~WireFeedbackScope() { current_feedback = before_; }
-WireFeedback* WireFeedbackScope::current() { return current_feedback; }
+WireFeedbackScope::WireFeedbackScope(std::shared_ptr<WireFeedback> feedback)
+    : before_(std::exchange(current_feedback, std::move(feedback))) {}
+WireFeedbackScope::~WireFeedbackScope() { current_feedback = std::move(before_); }
+const std::shared_ptr<WireFeedback>& WireFeedbackScope::current() { return current_feedback; }
 
 }  // namespace tessera::comm

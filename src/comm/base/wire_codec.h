@@ -55,18 +55,18 @@ class WireFeedback {
 };
 
 /// While the object lives, collectives that this thread starts in a group of
-/// ProcessGroup::with_wire() use `feedback`, which must live until they are complete.
+/// ProcessGroup::with_wire() use `feedback`. They own it until they are complete.
 class WireFeedbackScope {
  public:
-  explicit WireFeedbackScope(WireFeedback& feedback);
+  explicit WireFeedbackScope(std::shared_ptr<WireFeedback> feedback);
   ~WireFeedbackScope();
   WireFeedbackScope(const WireFeedbackScope&) = delete;
   WireFeedbackScope& operator=(const WireFeedbackScope&) = delete;
 
-  static WireFeedback* current();
+  static const std::shared_ptr<WireFeedback>& current();
 
  private:
-  WireFeedback* before_;
+  std::shared_ptr<WireFeedback> before_;
 };
 
 }  // namespace tessera::comm

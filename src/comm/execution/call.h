@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -20,7 +21,7 @@ struct Call {
   Body body;
   std::vector<at::Tensor> tensors = {};  ///< All tensors that `body` uses; they are on one device.
   std::string tag = {};                  ///< Its purpose, for messages.
-  WireFeedback* feedback = nullptr;      ///< See Transport::set_feedback().
+  std::shared_ptr<WireFeedback> feedback = {};  ///< See Transport::set_feedback().
 };
 
 }  // namespace tessera::comm

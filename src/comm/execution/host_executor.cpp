@@ -62,7 +62,7 @@ void HostExecutor::execute(Call call) {
     const bool compares = compares_ && (world_.options.check_collectives || header.free_numel);
     if (compares) headers = compare(call);
     if (compares || !compares_) running.begun_by_all();
-    if (call.feedback) transport_->set_feedback(call.feedback);
+    if (call.feedback) transport_->set_feedback(call.feedback.get());
     call.body(*transport_, headers);
     if (call.feedback) transport_->set_feedback(nullptr);
   } catch (...) {

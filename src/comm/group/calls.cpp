@@ -69,9 +69,9 @@ std::string with_scale(double scale, const std::string& tag) {
 /// The scope of this thread has the error feedback.
 Call call_of(const ProcessGroup::Impl& impl, OpHeader header, const at::Tensor& tensor,
              Call::Body body, std::string tag) {
-  auto* const feedback =
+  auto feedback =
       impl.world.wire == WireFormat::float32 ? nullptr : comm::WireFeedbackScope::current();
-  return {header, std::move(body), {tensor}, std::move(tag), feedback};
+  return {header, std::move(body), {tensor}, std::move(tag), std::move(feedback)};
 }
 
 }  // namespace

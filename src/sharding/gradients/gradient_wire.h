@@ -1,6 +1,7 @@
 #pragma once
 
 #include <map>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,32 +22,38 @@ class GradientWire {
   /// The group of reduction number `turn`.
   const ProcessGroup& group(size_t turn = 0) const { return lanes_.group(turn); }
   /// For the collective of bucket `b` that is started while the scope lives.
-  comm::WireFeedbackScope scope(size_t b) { return comm::WireFeedbackScope(feedback_[b]); }
+  comm::WireFeedbackScope scope(size_t b) {
+    auto& feedback = feedback_[b];
+    if (!feedback) feedback = std::make_shared<comm::WireFeedback>();
+    return comm::WireFeedbackScope(feedback);
+  }
   /// The collectives of bucket `b`, or of all buckets, are complete. Local.
-  void commit(size_t b) { feedback_[b].commit(); }
+  void commit(size_t b) {
+    if (const auto found = feedback_.find(b); found != feedback_.end()) found->second->commit();
+  }
   void commit() {
-    for (auto& [bucket, feedback] : feedback_) feedback.commit();
+    for (auto& [bucket, feedback] : feedback_) feedback->commit();
   }
   /// True: a step has used the gradients reduced since the last call; false: dropped them. Local.
   void end_step(bool used) {
-    for (auto& [bucket, feedback] : feedback_) used ? feedback.accept() : feedback.discard();
+    for (auto& [bucket, feedback] : feedback_) used ? feedback->accept() : feedback->discard();
   }
   /// The gradients that are reduced from now on are `factor` times as large. Local.
   void rescale(double factor) {
-    for (auto& [bucket, feedback] : feedback_) feedback.rescale(factor);
+    for (auto& [bucket, feedback] : feedback_) feedback->rescale(factor);
   }
   /// The buckets have been replaced. Local; no collective is under way.
   void reset() { feedback_.clear(); }
   /// Bytes of error feedback on this rank.
   int64_t bytes() const {
     int64_t total = 0;
-    for (const auto& [bucket, feedback] : feedback_) total += feedback.bytes();
+    for (const auto& [bucket, feedback] : feedback_) total += feedback->bytes();
     return total;
   }
 
  private:
   Lanes lanes_;
-  std::map<size_t, comm::WireFeedback> feedback_;  // addresses stay valid
+  std::map<size_t, std::shared_ptr<comm::WireFeedback>> feedback_;
 };
 
 /// UsageError, naming the first parameter, if `parameters` have a dtype that cannot travel encoded.

@@ -159,7 +159,7 @@ TEST(Wire, ErrorFeedbackMakesTheSumOfManyStepsExact) {
       auto exact = own.clone();
       group.all_reduce(exact);
       const auto error_of = [&](bool with_feedback) {
-        WireFeedback feedback;
+        const auto feedback = std::make_shared<WireFeedback>();
         auto sum = at::zeros({kNumel});
         constexpr int kSteps = 20;
         for (int step = 0; step < kSteps; ++step) {
@@ -170,7 +170,7 @@ TEST(Wire, ErrorFeedbackMakesTheSumOfManyStepsExact) {
           } else {
             wire.all_reduce(flat);
           }
-          feedback.commit();
+          feedback->commit();
           sum += flat;
         }
         return (sum / kSteps - exact).abs().max().item<double>();
@@ -338,6 +338,29 @@ TEST(Wire, ImpossibleUsesAreErrors) {
   for (const auto& message :
        messages_of([](ProcessGroup group, int) { group.with_wire(WireFormat::int8); }, checked))
     EXPECT_THAT(message, HasSubstr("with_wire: rank"));
+}
+
+// A wrapper that is destroyed while it reduces left the group's thread a dead pointer.
+TEST(WireFeedbackLifetime, ACollectiveThatRunsOwnsItsFeedback) {
+  std::promise<void> checked;
+  auto checked_future = checked.get_future().share();
+  run_ranks_on({0, 1}, [&](ProcessGroup group, int rank) {
+    auto wire = group.with_wire(WireFormat::int8);
+    if (rank == 1) checked_future.wait();
+    auto feedback = std::make_shared<WireFeedback>();
+    const std::weak_ptr<WireFeedback> watch = feedback;
+    Work work;
+    {
+      const WireFeedbackScope scope(feedback);
+      work = wire.all_reduce_async(at::ones({300}));
+    }
+    feedback.reset();
+    if (rank == 0) {
+      EXPECT_FALSE(watch.expired());  // rank 1 has not begun
+      checked.set_value();
+    }
+    work.wait();
+  });
 }
 
 }  // namespace

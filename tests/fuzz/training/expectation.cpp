@@ -20,9 +20,10 @@ bool has_layer(const Case& which, const std::string& kind, bool frozen_too = fal
 }
 
 /// Some parameter gets no gradient in this event, on any rank or on some.
-bool leaves_unused(const Case& which, const Item& event) {
-  return has_layer(which, "unused") || has_layer(which, "tied") || has_layer(which, "experts") ||
-         (has_layer(which, "conditional") && event.text("branch", "all") != "all");
+bool leaves_unused(const Case& which, const Item& event, bool frozen_too = false) {
+  const auto has = [&](const char* kind) { return has_layer(which, kind, frozen_too); };
+  return has("unused") || has("tied") || has("experts") ||
+         (has("conditional") && event.text("branch", "all") != "all");
 }
 
 /// The numbers of the parts that are frozen during event `i`, and of those that are frozen at
@@ -82,11 +83,13 @@ Expectation of_step(const Case& which, const Item& wrapper, int world, size_t i)
   // Another use of the parameters than in the first step breaks the promise.
   if (wrapper.flag("static_graph") && (event.flag("retain") || event.flag("penalty")))
     return Expectation::equal_or_error;
-  if (leaves_unused(which, event)) {
-    const bool needs_all = (kind == "ddp" || kind == "ddp_zero") && !wrapper.flag("find_unused");
-    if (needs_all) return world > 1 ? Expectation::usage_error : Expectation::equal_or_error;
-  }
   const auto trainable = trainability(which, i);
+  const bool needs_all = (kind == "ddp" || kind == "ddp_zero") && !wrapper.flag("find_unused");
+  if (needs_all && leaves_unused(which, event))
+    return world > 1 && trainable.frozen.empty() ? Expectation::usage_error
+                                                 : Expectation::equal_or_error;
+  if (needs_all && !trainable.thawed.empty() && leaves_unused(which, event, true))
+    return Expectation::equal_or_error;
   // Gradients of thawed parameters are not among those of the shards yet.
   if (!trainable.thawed.empty() && wrapper.flag("shard_gradients") &&
       (event.has("scaled") || event.has("scaler")))

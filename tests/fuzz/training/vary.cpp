@@ -235,6 +235,8 @@ void add_resumes(Random& random, Case& which) {
     const auto at = random.below(static_cast<int>(which.story.size()));
     if (which.story[at].has("uncleared")) continue;
     which.story.insert(which.story.begin() + at, {"resume"});
+    // A checkpoint does not have gradients that are zeros.
+    for (auto& event : which.story) event.values.erase("zero");
   }
 }
 
