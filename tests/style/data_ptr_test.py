@@ -54,7 +54,7 @@ REASONS = {
     "optim/fused_optimizer.cpp": FUSED,
     "optim/fused_sgd.cpp": FUSED,
     "sharding/bucket.cpp": RESOLVED,
-    "sharding/gradients/forward_writes.cpp": RESOLVED,
+    "sharding/checksum.cpp": RESOLVED,
     "sharding/detection/page.cpp": PAGES,
     "sharding/gradients/gradient_norm.cpp": "the sign of a value does not change its square",
     "sharding/gradients/gradient_placement.cpp": KEEPS,
