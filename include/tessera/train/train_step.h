@@ -19,7 +19,8 @@ class [[gnu::visibility("hidden")]] TrainingStep;
 }  // namespace train
 
 /// One of the models of a run with its wrapper and its optimizer, as a train step uses it. All
-/// ranks make the same calls in the same order. Collective unless marked "Local.".
+/// ranks make the same calls in the same order. If models have a loss scale, the smallest one is
+/// that of all losses in a train step. Collective unless marked "Local.".
 class StepModel {
  public:
   /// The trainer makes them. `place`: of the train step in the config, for errors. The others must
@@ -69,7 +70,7 @@ class StepModel {
   double norm_ = 0;                         // of the gradient of the last step()
   bool pending_ = false;                    // a backward() whose gradients no step() has used
   bool updated_ = false, skipped_ = false;  // whether a step() of this train step was (not) made
-  std::shared_ptr<double> last_scale_;      // loss scale of the last backward() of any model
+  std::shared_ptr<double> scale_;           // of the losses of all models
 };
 
 /// The models of a run by name. Local.

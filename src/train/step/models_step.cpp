@@ -1,7 +1,9 @@
 #include "train/step/models_step.h"
 
+#include <algorithm>
 #include <cmath>
 #include <tuple>
+#include <utility>
 
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
@@ -19,6 +21,7 @@ class ModelsStep final : public RunStep {
  private:
   void begin(const Progress& progress, double weight);
   void train(const Batch& batch, StepResult& result);
+  void share_scale();
   void report(StepResult& result) const;
 
   const TrainStep& plan_;
@@ -33,12 +36,33 @@ StepResult ModelsStep::run(const Progress& progress, const StepInput& input, con
   begin(progress, input.weight);
   if (!input.left_out) train(whole_.prepared(input.parts.at(0)), result);
   result.average(whole_.group(), input, figures_of_all);
+  share_scale();
   report(result);
   return result;
 }
 
+/// Makes the smallest loss scale that of all models, and tells their wrappers the change. The
+/// others stay at most twice as large, so that one overflow, or the growth of the smallest, takes
+/// effect.
+void ModelsStep::share_scale() {
+  double smallest = 0;
+  for (const auto& model : models_.models_)
+    if (model.step_.options().scaler.enabled)
+      smallest = smallest == 0 ? model.step_.scaler().scale()
+                               : std::min(smallest, model.step_.scaler().scale());
+  if (smallest == 0) return;
+  const double before = std::exchange(*models_.models_.front().scale_, smallest);
+  for (auto& model : models_.models_) {
+    auto& scaler = model.step_.scaler();
+    if (model.step_.options().scaler.dynamic && scaler.scale() > 2 * smallest)
+      scaler.load_state({2 * smallest, scaler.state().growth_tracker});
+    if (smallest != before) model.wrapper_.end_step({true, smallest / before});
+  }
+}
+
 void ModelsStep::begin(const Progress& progress, double weight) {
   models_.progress_ = progress;
+  share_scale();  // after a resume
   for (auto& model : models_.models_) {
     model.step_.set_learning_rates(progress);
     model.weight_ = weight;
@@ -71,7 +95,7 @@ void ModelsStep::report(StepResult& result) const {
   for (const auto& model : models_.models_) {
     const bool first = result.updates.empty(), scaled = model.step_.options().scaler.enabled;
     const double norm = model.updated_ ? std::fabs(model.norm_) : std::nan("");
-    const double scale = model.step_.scaler().scale();
+    const double scale = scaled ? *model.scale_ : 1;
     const double lr = model.wrapper_.optimizer().param_groups().front().options().get_lr();
     if (first) std::tie(record.grad_norm, record.lr, record.loss_scale) = std::tie(norm, lr, scale);
     record.figures.emplace_back(model.name_ + ".grad_norm", norm);

@@ -37,9 +37,8 @@ void StepModel::backward(const at::Tensor& loss) {
   const at::Tensor finite = at::isfinite(loss.detach());
   const at::Tensor factor = at::where(
       finite, at::ones_like(loss), at::full_like(loss, std::numeric_limits<double>::quiet_NaN()));
-  step_.backward(loss * factor, 1 / weight_);
+  step_.backward(loss * factor, 1 / weight_, *scale_);
   pending_ = true;
-  *last_scale_ = step_.scaler().scale();
 }
 
 bool StepModel::step() {
@@ -47,7 +46,8 @@ bool StepModel::step() {
     throw UsageError(place_ + name_ +
                      ".step(): there are no gradients; expected a backward() of this model since "
                      "its last step() or zero_grad()");
-  const auto [norm, updated] = pending_ ? step_.update() : step_.update(*last_scale_);
+  const auto [norm, updated] = step_.update(*scale_);
+  wrapper_.end_step({updated, 1});
   pending_ = false;
   norm_ = norm;
   updated_ = updated_ || updated;
@@ -81,8 +81,8 @@ std::shared_ptr<void> StepModel::freeze() {
 
 StepModels::StepModels(std::vector<StepModel> models, ProcessGroup group)
     : models_(std::move(models)), group_(std::move(group)) {
-  const auto last_scale = std::make_shared<double>(1);
-  for (auto& model : models_) model.last_scale_ = last_scale;
+  const auto scale = std::make_shared<double>(1);
+  for (auto& model : models_) model.scale_ = scale;
 }
 
 StepModel& StepModels::operator[](const std::string& name) {

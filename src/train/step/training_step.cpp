@@ -136,9 +136,18 @@ double TrainingStep::set_learning_rates(const Progress& progress) {
   return groups.front().options().get_lr();
 }
 
-void TrainingStep::backward(const at::Tensor& loss, double divisor) {
+void TrainingStep::backward(const at::Tensor& loss, double divisor, double scale) {
   if (!loss.defined()) return model_.shadow_backward();
-  model_.backward(scaler_.scale(divisor == 1 ? loss : loss / divisor));
+  at::Tensor part = divisor == 1 ? loss : loss / divisor;
+  if (scale != 1) part = (part.element_size() < 4 ? part.to(at::kFloat) : part) * scale;
+  model_.backward(part);
+}
+
+TrainingStep::Update TrainingStep::update() {
+  const double before = scaler_.scale();
+  const Update result = update(before);
+  model_.end_step({result.updated, scaler_.scale() / before});
+  return result;
 }
 
 TrainingStep::Update TrainingStep::update(double scale) {
@@ -152,9 +161,7 @@ TrainingStep::Update TrainingStep::update(double scale) {
   const double norm = model_.update(
       {options_.clip_grad_norm, options_.clip_grad_value, options_.clip_norm_type, nonfinite});
   const bool updated = std::isfinite(norm) || nonfinite == NonfiniteNorm::update;
-  const double before = scaler_.scale();
   if (enabled) scaler_.update(!updated);
-  model_.end_step({updated, scaler_.scale() / before});
   return {norm, updated};
 }
 

@@ -78,13 +78,18 @@ class TrainingStep : public RunStep {
   /// group's base rate. Returns the first group's. Local.
   double set_learning_rates(const Progress& progress);
   /// Part of a step: backward of loss / divisor; `loss` is undefined on a rank without data.
-  void backward(const at::Tensor& loss, double divisor);
+  void backward(const at::Tensor& loss, double divisor) {
+    backward(loss, divisor, scaler_.scale());
+  }
+  void backward(const at::Tensor& loss, double divisor, double scale);
   struct Update {
     double norm = 0;
     bool updated = false;
   };
-  Update update() { return update(scaler_.scale()); }  ///< The last part: unscales, clips, updates.
-  Update update(double scale);  ///< The same with gradients of another loss scale.
+  /// The last part: unscales, clips, updates.
+  Update update();
+  /// The same without end_step(), of gradients with a loss scale that others may use too.
+  Update update(double scale);
   GradScaler& scaler() { return scaler_; }
   const GradScaler& scaler() const { return scaler_; }
   const OptimWrapperOptions& options() const { return options_; }
