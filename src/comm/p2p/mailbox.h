@@ -38,8 +38,9 @@ class Mailbox {
 };
 
 /// Messages over TCP connections of our own, made when a pair of ranks needs one; on loopback alone
-/// when the world is on one host. Collective: blocks until all members have come. Throws
-/// BrokenWorldError when they do not, and UsageError for a GLOO_SOCKET_IFNAME without an address.
+/// when the world is on one host. Its messages keep their tensors. Collective: blocks until all
+/// members have come. Throws BrokenWorldError when they do not, and UsageError for a
+/// GLOO_SOCKET_IFNAME without an address.
 std::unique_ptr<Mailbox> make_tcp_mailbox(const World& world);
 
 /// make_communicator_mailbox() if MPI carries the messages, else make_gloo_mailbox() if

@@ -29,10 +29,10 @@ class TcpMailbox;
 
 class TcpMessage : public Message {
  public:
-  TcpMessage(TcpMailbox& mailbox, int peer, const at::Tensor& tensor, int tag)
-      : mailbox_(mailbox), peer_(peer) {
-    parcel_.data = static_cast<char*>(tensor.data_ptr());
-    parcel_.bytes = tensor.nbytes();
+  TcpMessage(TcpMailbox& mailbox, int peer, at::Tensor tensor, int tag)
+      : mailbox_(mailbox), peer_(peer), tensor_(std::move(tensor)) {
+    parcel_.data = static_cast<char*>(tensor_.data_ptr());
+    parcel_.bytes = tensor_.nbytes();
     parcel_.tag = tag;
   }
   ~TcpMessage() override;
@@ -43,6 +43,7 @@ class TcpMessage : public Message {
  private:
   TcpMailbox& mailbox_;
   const int peer_;
+  const at::Tensor tensor_;  // has the parcel's memory
   Parcel parcel_;
 };
 
@@ -64,17 +65,17 @@ class TcpMailbox : public Mailbox {
   const char* name() const override { return "tcp"; }
 
   std::unique_ptr<Message> send(at::Tensor tensor, int to, int tag) override {
-    return post(tensor, to, tag, true);
+    return post(std::move(tensor), to, tag, true);
   }
   std::unique_ptr<Message> receive(at::Tensor tensor, int from, int tag) override {
-    return post(tensor, from, tag, false);
+    return post(std::move(tensor), from, tag, false);
   }
 
  private:
   friend class TcpMessage;
 
-  std::unique_ptr<Message> post(const at::Tensor& tensor, int peer, int tag, bool sending) {
-    auto message = std::make_unique<TcpMessage>(*this, peer, tensor, tag);
+  std::unique_ptr<Message> post(at::Tensor tensor, int peer, int tag, bool sending) {
+    auto message = std::make_unique<TcpMessage>(*this, peer, std::move(tensor), tag);
     std::lock_guard lock(mutex_);
     connections_.post(peer, message->parcel(), sending);
     return message;

@@ -133,6 +133,14 @@ TEST(TcpMailbox, WhatNobodyWaitsForStaysWithItsSender) {
   EXPECT_LT(resident_bytes() - before, 32 << 20) << "of pages of zeros it has read a few MiB";
 }
 
+TEST(TcpMailbox, AMessageKeepsItsTensor) {
+  const auto box = mailboxes(2);
+  const auto sent = bytes(1), wanted = bytes(1);
+  const auto message = box[0]->send(sent, 1, 1), late = box[1]->receive(wanted, 0, 2);
+  EXPECT_EQ(sent.use_count(), 2U);
+  EXPECT_EQ(wanted.use_count(), 2U);
+}
+
 TEST(TcpMailbox, OnlyRanksThatExchangeMessagesConnect) {
   constexpr int kSize = 8;
   const auto box = mailboxes(kSize);
