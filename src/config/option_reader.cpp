@@ -3,16 +3,10 @@
 #include <algorithm>
 
 #include "config/scalar_values.h"
-#include "tessera/config/registry.h"
 #include "tessera/detail/nearest.h"
 #include "tessera/error.h"
 
 namespace tessera {
-
-std::string*& detail::registration_error() {
-  thread_local std::string* error = nullptr;
-  return error;
-}
 namespace {
 
 using Kind = ConfigNode::Kind;

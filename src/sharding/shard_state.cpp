@@ -173,11 +173,10 @@ std::vector<ParameterShard> parameter_shards(const std::vector<const OwnedShard*
 
 void take_group_options(torch::optim::Optimizer& optimizer, const OptimizerStateDict& dict) {
   auto& groups = optimizer.param_groups();
-  for (const bool tries : {true, false})
-    for (size_t g = 0; g < groups.size(); ++g) {
-      const auto copy = groups[g].options().clone();
-      set_options(tries ? *copy : groups[g].options(), dict.groups[g].options);
-    }
+  for (size_t g = 0; g < groups.size(); ++g)
+    set_options(*groups[g].options().clone(), dict.groups[g].options);
+  for (size_t g = 0; g < groups.size(); ++g)
+    set_options(groups[g].options(), dict.groups[g].options);
 }
 
 void check_groups(const std::string& who, const std::vector<std::vector<std::string>>& names,

@@ -113,7 +113,7 @@ class Surroundings(Case):
     def test_a_tmp_whose_usual_folder_belongs_to_another_user(self):
         usual = f"/tmp/tessera-{os.geteuid()}"
         # What else is in /tmp stays there: a build folder, or libtorch.
-        others = "for d in /mnt/*/; do case $d in /mnt/tessera-*) ;; *) mkdir -p /tmp/${d#/mnt/} && mount --bind $d /tmp/${d#/mnt/};; esac; done"
+        others = 'for d in /mnt/*/; do case $d in /mnt/tessera-*) ;; *) to="/tmp/${d#/mnt/}"; mkdir -p "$to" && mount --bind "$d" "$to" || true;; esac; done'
         front = self.require(in_mounts("mount --bind /tmp /mnt", "mount -t tmpfs none /tmp", "chmod 1777 /tmp", others, f"mkdir {usual}", f"chown {NOBODY} {usual}"))
         here = {"TMPDIR": "/dev/shm", "PROBE_FOLDER": "/tmp/run"}  # self.folder is hidden
         for name, variables in LAUNCHERS.items():

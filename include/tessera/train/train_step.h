@@ -70,7 +70,7 @@ class StepModel {
   double norm_ = 0;                         // of the gradient of the last step()
   bool pending_ = false;                    // a backward() whose gradients no step() has used
   bool updated_ = false, skipped_ = false;  // whether a step() of this train step was (not) made
-  std::shared_ptr<double> scale_;           // of the losses of all models
+  std::shared_ptr<double> scale_;           // of the losses of all models; 0: not known yet
 };
 
 /// The models of a run by name. Local.

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
@@ -45,24 +46,22 @@ StepResult ModelsStep::run(const Progress& progress, const StepInput& input, con
 /// others stay at most twice as large, so that one overflow, or the growth of the smallest, takes
 /// effect.
 void ModelsStep::share_scale() {
-  double smallest = 0;
-  for (const auto& model : models_.models_)
-    if (model.step_.options().scaler.enabled)
-      smallest = smallest == 0 ? model.step_.scaler().scale()
-                               : std::min(smallest, model.step_.scaler().scale());
-  if (smallest == 0) return;
+  std::vector<TrainingStep*> scaled;
+  for (auto& model : models_.models_)
+    if (model.step_.options().scaler.enabled) scaled.push_back(&model.step_);
+  double smallest = scaled.empty() ? 1 : scaled[0]->scaler().scale();
+  for (auto* step : scaled) smallest = std::min(smallest, step->scaler().scale());
+  for (auto* step : scaled)
+    if (step->options().scaler.dynamic && step->scaler().scale() > 2 * smallest)
+      step->scaler().load_state({2 * smallest, step->scaler().state().growth_tracker});
   const double before = std::exchange(*models_.models_.front().scale_, smallest);
-  for (auto& model : models_.models_) {
-    auto& scaler = model.step_.scaler();
-    if (model.step_.options().scaler.dynamic && scaler.scale() > 2 * smallest)
-      scaler.load_state({2 * smallest, scaler.state().growth_tracker});
-    if (smallest != before) model.wrapper_.end_step({true, smallest / before});
-  }
+  if (before == 0 || before == smallest) return;  // 0: the first step of this process
+  for (auto& model : models_.models_) model.wrapper_.end_step({true, smallest / before});
 }
 
 void ModelsStep::begin(const Progress& progress, double weight) {
   models_.progress_ = progress;
-  share_scale();  // after a resume
+  if (*models_.models_.front().scale_ == 0) share_scale();
   for (auto& model : models_.models_) {
     model.step_.set_learning_rates(progress);
     model.weight_ = weight;

@@ -81,7 +81,7 @@ std::shared_ptr<void> StepModel::freeze() {
 
 StepModels::StepModels(std::vector<StepModel> models, ProcessGroup group)
     : models_(std::move(models)), group_(std::move(group)) {
-  const auto scale = std::make_shared<double>(1);
+  const auto scale = std::make_shared<double>(0);
   for (auto& model : models_) model.scale_ = scale;
 }
 

@@ -19,13 +19,6 @@ bool has_layer(const Case& which, const std::string& kind, bool frozen_too = fal
   });
 }
 
-/// Some parameter gets no gradient in this event, on any rank or on some.
-bool leaves_unused(const Case& which, const Item& event, bool frozen_too = false) {
-  const auto has = [&](const char* kind) { return has_layer(which, kind, frozen_too); };
-  return has("unused") || has("tied") || has("experts") ||
-         (has("conditional") && event.text("branch", "all") != "all");
-}
-
 /// The numbers of the parts that are frozen during event `i`, and of those that are frozen at
 /// construction and thawed later.
 struct Trainability {
@@ -47,6 +40,21 @@ Trainability trainability(const Case& which, size_t i) {
       result.thawed.insert(part(event));
   }
   return result;
+}
+
+/// Some trainable parameter gets no gradient in event `i`, on any rank or on some.
+bool leaves_unused(const Case& which, size_t i) {
+  const auto now = trainability(which, i);
+  const bool some_branches = which.story[i].text("branch", "all") != "all";
+  for (size_t part = 0; part < which.layers.size(); ++part) {
+    const auto& layer = which.layers[part];
+    const bool trains =
+        (!layer.flag("frozen") || now.thawed.count(part)) && !now.frozen.count(part);
+    const bool unused = layer.kind == "unused" || layer.kind == "tied" || layer.kind == "experts" ||
+                        (layer.kind == "conditional" && some_branches);
+    if (trains && unused) return true;
+  }
+  return false;
 }
 
 /// All parameters that the wrapper has are frozen during event `i`.
@@ -85,11 +93,8 @@ Expectation of_step(const Case& which, const Item& wrapper, int world, size_t i)
     return Expectation::equal_or_error;
   const auto trainable = trainability(which, i);
   const bool needs_all = (kind == "ddp" || kind == "ddp_zero") && !wrapper.flag("find_unused");
-  if (needs_all && leaves_unused(which, event))
-    return world > 1 && trainable.frozen.empty() ? Expectation::usage_error
-                                                 : Expectation::equal_or_error;
-  if (needs_all && !trainable.thawed.empty() && leaves_unused(which, event, true))
-    return Expectation::equal_or_error;
+  if (needs_all && leaves_unused(which, i))
+    return world > 1 ? Expectation::usage_error : Expectation::equal_or_error;
   // Gradients of thawed parameters are not among those of the shards yet.
   if (!trainable.thawed.empty() && wrapper.flag("shard_gradients") &&
       (event.has("scaled") || event.has("scaler")))
@@ -144,7 +149,7 @@ Expectation of_event(const Case& which, const Item& wrapper, int world, size_t i
       return Expectation::equal_or_error;
     const bool needs_all =
         (wrapper.kind == "ddp" || wrapper.kind == "ddp_zero") && !wrapper.flag("find_unused");
-    if (leaves_unused(which, event) && needs_all) return Expectation::equal_or_error;
+    if (leaves_unused(which, i) && needs_all) return Expectation::equal_or_error;
     return Expectation::equal;
   }
   // Without sharding, and for units that are gathered already, a forward is local.

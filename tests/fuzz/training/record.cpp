@@ -18,7 +18,7 @@ std::string shape(const at::Tensor& tensor) {
 /// How much `name` may differ where all else may differ by `tolerance`. Two sums of the same
 /// squares differ by rounding. An evaluation rounds the running statistics of libtorch's instance
 /// norm, and some events evaluate on one rank alone.
-double tolerance_of(const std::string& name, double tolerance) {
+double allowed_for(const std::string& name, double tolerance) {
   if (name.rfind("norm", 0) == 0) return std::max(tolerance, 1e-5);
   if (name.find("instance_norm.norm.running_") != std::string::npos)
     return std::max(tolerance, 1e-6);
@@ -84,7 +84,7 @@ std::string difference(const Record& actual, const Record& expected, double tole
     const bool exact = tolerance == 0;
     const auto mine = exact ? at->second : without_noise(name, at->second);
     const auto plain = exact ? value : without_noise(name, value);
-    if (!equal(mine, plain, tolerance_of(name, tolerance))) {
+    if (!equal(mine, plain, allowed_for(name, tolerance))) {
       std::ostringstream text;
       text << name << " differs: " << shape(at->second) << " instead of " << shape(value);
       if (at->second.sizes() == value.sizes() && value.numel() > 0) {
