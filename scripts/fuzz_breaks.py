@@ -32,10 +32,15 @@ class Break:
         self.inner, _, self.after = rest.rpartition(">>")
 
     def problem(self):
-        count = (ROOT / self.file).read_text().count(self.before + self.inner + self.after)
+        text = (ROOT / self.file).read_text()
+        count = text.count(self.before + self.inner + self.after)
         if not self.inner:
             return f"{self.name}: old has no text between << and >>"
         if count == 1:
+            begun = text.partition(self.before + self.inner + self.after)[0] + self.before
+            last = re.sub(r"//.*", "", begun).rstrip()
+            if self.inner.endswith(";") and last.endswith((".", "->", "=", "(", ",", "return")):
+                return f"{self.name}: what is between << and >> is a part of a statement"
             return None
         return f"{self.name}: the old text occurs {count} times in {self.file}; expected once"
 
