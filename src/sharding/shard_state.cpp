@@ -140,6 +140,7 @@ void load_shard_state(torch::optim::Optimizer& local, const std::vector<const Ow
     ParamState own;
     own.scalars = found->second.scalars;
     for (const auto& [key, tensor] : found->second.tensors) {
+      if (key == kWireResidual) continue;
       const auto copy = [&](const at::Tensor& part) {
         return part.to(shard.tensor.device(), tensor.scalar_type(), false, true);
       };
@@ -150,7 +151,7 @@ void load_shard_state(torch::optim::Optimizer& local, const std::vector<const Ow
             copy(in_memory_order(tensor, parameter.tensor).narrow(0, shard.begin, shard.numel)),
             shard.tensor);
     }
-    entry.state = std::move(own);
+    if (!own.tensors.empty() || !own.scalars.empty()) entry.state = std::move(own);
   }
   replace_states(local, "load_state_dict", states);
 }

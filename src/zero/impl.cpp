@@ -280,7 +280,13 @@ void ZeroRedundancyOptimizer::Impl::follow_trainability() {
                                }),
                 owned.end());
     sharding::load_shard_state(local.get(), owned, parameters, frozen_state);
-    for (const auto i : thawed) frozen_state.erase(parameters[i].name);
+    for (const auto i : thawed) {
+      const auto frozen = frozen_state.extract(parameters[i].name);
+      if (frozen.empty()) continue;
+      const auto& tensors = frozen.mapped().tensors;
+      const auto residual = tensors.find(sharding::kWireResidual);
+      if (residual != tensors.end()) shards.take_residual(i, residual->second);
+    }
   }
   shards.note_trainability();
 }
@@ -309,7 +315,11 @@ OptimizerStateDict ZeroRedundancyOptimizer::Impl::gather_state(int to) {
   dict.groups = groups();
   dict.state =
       sharding::gather_shard_state(local.get(), shards.owned(), shards.parameters(), group, to);
-  if (to < 0 || to == group.rank()) dict.state.insert(frozen_state.begin(), frozen_state.end());
+  if (to >= 0 && to != group.rank()) return dict;
+  for (auto [name, state] : frozen_state) {
+    state.tensors.erase(sharding::kWireResidual);
+    if (!state.tensors.empty() || !state.scalars.empty()) dict.state.emplace(name, state);
+  }
   return dict;
 }
 

@@ -72,8 +72,8 @@ class ZeroRedundancyOptimizer::Impl {
   zero::LocalOptimizer local;
   zero::NormTracker norm;
   std::optional<OptimizerStateDict> consolidated;
-  /// State, from a state dict or slices, of parameters that have been frozen since construction.
-  /// The same on all ranks.
+  /// State, from a state dict or slices, of parameters that have been frozen since construction,
+  /// with kWireResidual. The same on all ranks.
   std::map<std::string, ParamState> frozen_state;
   sharding::ModuleBuffers buffers;
   bool no_module = true;  ///< track_buffers() was not called.

@@ -1,5 +1,5 @@
-// A program with MPI of its own, for mpi_test.py: mpi_program LEVEL CASE. LEVEL: single, funneled,
-// serialized or multiple, for MPI_Init_thread(). Ends with code 1 if a check fails.
+// A program with MPI of its own, for mpi_test.py: mpi_program LEVEL CASE,…. LEVEL: single,
+// funneled, serialized or multiple, for MPI_Init_thread(). Ends with code 1 if a check fails.
 #include <algorithm>
 #include <csignal>
 #include <cstdlib>
@@ -117,6 +117,30 @@ void communicators(const ProcessGroupOptions& options) {
 
 void wrappers(const ProcessGroupOptions& options) {
   testing::expect_parity(init_process_group(MPI_COMM_WORLD, options));
+}
+
+/// A barrier without the busy waits of MPI's.
+void meet() {
+  MPI_Request request = MPI_REQUEST_NULL;
+  MPI_Ibarrier(MPI_COMM_WORLD, &request);
+  int done = 0;
+  while (MPI_Test(&request, &done, MPI_STATUS_IGNORE), !done) std::this_thread::sleep_for(1ms);
+}
+
+/// Worlds of `first` ranks to all, as communicators of their own.
+void worlds(int first, const ProcessGroupOptions& options) {
+  const int rank = rank_in(MPI_COMM_WORLD);
+  for (int size = first; size <= size_of(MPI_COMM_WORLD); ++size) {
+    MPI_Comm part = MPI_COMM_NULL;
+    MPI_Comm_split(MPI_COMM_WORLD, rank < size ? 0 : MPI_UNDEFINED, rank, &part);
+    if (part != MPI_COMM_NULL) {
+      auto world = init_process_group(part, options);
+      expect(world.size() == size, "the ranks of the communicator");
+      testing::expect_parity(world);
+      MPI_Comm_free(&part);
+    }
+    meet();
+  }
 }
 
 /// Every wrong call has an error, and the next right one works.
@@ -304,6 +328,8 @@ const std::map<std::string, std::function<void()>>& cases() {
       {"communicators_mpi", [] { communicators(over_mpi()); }},
       {"wrappers", [] { wrappers({}); }},
       {"wrappers_mpi", [] { wrappers(over_mpi()); }},
+      {"worlds", [] { worlds(1, {}); }},
+      {"worlds_mpi", [] { worlds(2, over_mpi()); }},
       {"refused", refused},
       {"absent", absent},
       {"killed", [] { killed({}); }},
@@ -321,15 +347,16 @@ const std::map<std::string, std::function<void()>>& cases() {
 }  // namespace
 
 int main(int argc, char** argv) try {
-  const std::string level = argc > 1 ? argv[1] : "", name = argc > 2 ? argv[2] : "";
+  const std::string level = argc > 1 ? argv[1] : "", names = argc > 2 ? argv[2] : "";
   const std::map<std::string, int> levels{{"single", MPI_THREAD_SINGLE},
                                           {"funneled", MPI_THREAD_FUNNELED},
                                           {"serialized", MPI_THREAD_SERIALIZED},
                                           {"multiple", MPI_THREAD_MULTIPLE}};
-  if (name == "start") say("before MPI_Init", thrown([] { init_process_group(MPI_COMM_WORLD); }));
+  if (names == "start") say("before MPI_Init", thrown([] { init_process_group(MPI_COMM_WORLD); }));
   int provided = 0, ended = 0;
   MPI_Init_thread(&argc, &argv, levels.at(level), &provided);
-  cases().at(name)();
+  std::istringstream list(names);
+  for (std::string name; std::getline(list, name, ',');) cases().at(name)();
   MPI_Finalized(&ended);
   if (!ended) MPI_Finalize();
   return 0;

@@ -30,6 +30,7 @@ class Mpi:
         self.program = BUILD / f"bin/mpi_program_{self.mpi}"
         self.assertTrue(self.program.exists(), f"{self.program}: configure again, because {self.mpi} is new here")
 
+    # A process takes a third of a second to load libtorch, so cases that may share their processes do.
     def run_case(self, case, ranks=2, level="single", hosts=0, code=0, words=(), before=(), seconds=150, **variables):
         """The output. `hosts`: ranks with their number divided by this are on one host; 0: all are."""
         program = [self.program, level, case]
@@ -75,8 +76,7 @@ class Mpi:
             self.run_case("communicators", ranks, "serialized")
 
     def test_wrappers_train_as_plain_libtorch(self):
-        for ranks in (1, 2, 3, 4):
-            self.run_case("wrappers", ranks, "funneled")
+        self.run_case("worlds", 4, "funneled")
 
     def test_wrong_calls_are_errors(self):
         text = self.run_case("refused", 3, "funneled", **OTHERS)
@@ -119,14 +119,11 @@ class Mpi:
         self.assertIn("a process group with backend MPI is destroyed after MPI_Finalize", text)
 
     def test_data_over_mpi_on_one_host(self):
-        for ranks in (2, 3, 4):
-            self.run_case("wrappers_mpi", ranks, "multiple")
-        self.run_case("communicators_mpi", 4, "multiple")
+        self.run_case("worlds_mpi,communicators_mpi", 4, "multiple")
 
     def test_data_between_hosts(self):
         self.needs_hosts()
-        for case in ("communicators", "communicators_mpi", "wrappers", "wrappers_mpi"):
-            self.run_case(case, 4, "multiple", hosts=2)
+        self.run_case("communicators,communicators_mpi,wrappers,wrappers_mpi", 4, "multiple", hosts=2)
         self.run_case("wrappers_mpi", 3, "multiple", hosts=1)
 
     def test_too_few_threads_use_tcp_and_say_so(self):
@@ -160,9 +157,9 @@ class Mpi:
             words = [word.format(agent=agent, places=places, cable=hosts.cables[0]) for word in self.two_hosts]
             text = self.run_case("start", 4, "single", before=before, words=words, UCX_TLS="tcp,self")
             self.assertIn("backend tcp, local 0 of 2", text)
-            for case in ("communicators_mpi", "wrappers_mpi", "compare"):  # the last with TCP beside MPI
-                text = self.run_case(case, 4, "multiple", before=before, words=words, UCX_TLS="tcp,self",
-                                     GLOO_SOCKET_IFNAME=",".join(hosts.cables))
+            # The last with TCP beside MPI.
+            text = self.run_case("communicators_mpi,wrappers_mpi,compare", 4, "multiple", before=before, words=words,
+                                 UCX_TLS="tcp,self", GLOO_SOCKET_IFNAME=",".join(hosts.cables))
             self.assertRegex(self.lines(text, "64 MiB ms")[0], r"^ ?tcp [\d.]+ mpi [\d.]+$")
             print(*self.lines(text, "64 MiB ms"), end=" ", flush=True)
 

@@ -209,6 +209,23 @@ void Shards::take_residuals(const std::vector<StateSlice>& slices) {
   }
 }
 
+void Shards::take_residual(size_t parameter, const at::Tensor& whole) {
+  if (!wire_) return;
+  at::NoGradGuard no_grad;
+  const auto in_order = sharding::in_memory_order(whole, parameters_[parameter].tensor);
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    for (const auto& shard : buckets_[b].shards) {
+      if (shard.parameter != parameter) continue;
+      auto lacking = wire_->residual(b);
+      if (!lacking.defined())
+        lacking = at::zeros({buckets_[b].layout.counts()[group_.rank()]},
+                            buckets_[b].parameters.options());
+      lacking.narrow(0, shard.at, shard.numel).copy_(in_order.narrow(0, shard.begin, shard.numel));
+      wire_->set_residual(b, std::move(lacking));
+    }
+  }
+}
+
 void Shards::gather(const std::string& tag, bool paged) {
   for (size_t b = 0; b < buckets_.size(); ++b) {
     if (buckets_[b].page && !paged) continue;

@@ -80,6 +80,8 @@ class Shards {
   /// and the reverse. Local.
   void add_residuals(std::vector<StateSlice>& slices) const;
   void take_residuals(const std::vector<StateSlice>& slices);
+  /// The same for this rank's part of one parameter. `whole`: of all its elements.
+  void take_residual(size_t parameter, const at::Tensor& whole);
 
   /// Every rank gets every rank's updated shards. Ranks with different tags disagree. Without
   /// `paged`, skips the buckets that gather_in_background() gathers. Collective.

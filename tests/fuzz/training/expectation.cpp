@@ -28,13 +28,14 @@ struct Trainability {
 Trainability trainability(const Case& which, size_t i) {
   Trainability result;
   const auto part = [&](const Item& event) {
-    return static_cast<size_t>(event.number("part")) % (which.layers.size() + 1);
+    return static_cast<size_t>(event.number("part", event.number("thaws"))) %
+           (which.layers.size() + 1);
   };
   for (size_t k = 0; k <= i; ++k) {
     const auto& event = which.story[k];
     if (event.kind == "move") result = {};  // makes the model again
     if (event.kind == "freeze") result.frozen.insert(part(event));
-    if (event.kind != "thaw") continue;
+    if (event.kind != "thaw" && (!event.has("thaws") || k == i)) continue;
     result.frozen.erase(part(event));
     if (part(event) < which.layers.size() && which.layers[part(event)].flag("frozen"))
       result.thawed.insert(part(event));
@@ -99,10 +100,15 @@ Expectation of_step(const Case& which, const Item& wrapper, int world, size_t i)
   if (!trainable.thawed.empty() && wrapper.flag("shard_gradients") &&
       (event.has("scaled") || event.has("scaler")))
     return Expectation::equal_or_error;
+  // These gradients are for step().
+  if (event.has("replaced") && wrapper.flag("shard_gradients")) return Expectation::equal_or_error;
   if (event.flag("uncleared")) {
     // An update in one pass leaves gradients as they are.
     const bool lost = world > 1 && wrapper.text("reduce") == "sum" && trainable.frozen.empty();
-    return lost ? Expectation::usage_error : Expectation::equal_or_error;
+    const bool none = !wrapper.flag("in_place") && wrapper.text("reduce") != "sum";
+    return lost   ? Expectation::usage_error
+           : none ? Expectation::equal
+                  : Expectation::equal_or_error;
   }
   const int syncs = event.flag("no_sync") ? 1 : event.number("micro", 1);
   if (syncs * (event.flag("retain") ? 2 : 1) > 1) {
@@ -170,8 +176,9 @@ Expectation of_event(const Case& which, const Item& wrapper, int world, size_t i
   if (event.kind == "to_dtype") {
     // A thawed parameter is taken as it is at the next forward, and a frozen one is not used.
     const auto now = trainability(which, i);
-    const bool changed = std::any_of(which.story.begin(), which.story.begin() + i,
-                                     [](const Item& past) { return past.kind == "thaw"; });
+    const bool changed =
+        std::any_of(which.story.begin(), which.story.begin() + i,
+                    [](const Item& past) { return past.kind == "thaw" || past.has("thaws"); });
     return changed || !now.frozen.empty() ? Expectation::equal_or_error : Expectation::usage_error;
   }
   return Expectation::equal;
@@ -211,7 +218,8 @@ double tolerance_of(const Case& which) {
   const auto any_event = [&](auto fits) {
     return std::any_of(which.story.begin(), which.story.end(), fits);
   };
-  const bool thaws = any_event([](const Item& event) { return event.kind == "thaw"; });
+  const bool thaws =
+      any_event([](const Item& event) { return event.kind == "thaw" || event.has("thaws"); });
   const bool accumulates = any_event([](const Item& event) { return event.flag("no_sync"); });
   if (thaws && accumulates && (is_fsdp(which.wrapper) || any_event(is_fsdp))) exact = false;
   // libtorch's operators round complex products otherwise at the ends of tensors, and shards end

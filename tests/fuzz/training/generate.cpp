@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <set>
+#include <utility>
 
 #include "fuzz/training/case.h"
 #include "fuzz/training/model/blocks.h"
@@ -19,7 +20,22 @@ bool computes_in_bfloat16(const std::vector<Item>& layers) {
                      [](const Item& layer) { return kinds.count(layer.kind) > 0; });
 }
 
-std::vector<Item> random_layers(Random& random, bool exact) {
+Theme random_theme(Random& random) {
+  return random.pick({Theme::any, Theme::any, Theme::any, Theme::any, Theme::trainability,
+                      Theme::states, Theme::accumulation, Theme::joins, Theme::wire});
+}
+
+/// Some layer is of a kind that the theme needs.
+void suit_layers(Random& random, Theme theme, std::vector<Item>& layers) {
+  auto& layer = layers[random.below(static_cast<int>(layers.size()))];
+  if (!random.chance(70)) return;
+  if (theme == Theme::trainability) layer.values["frozen"] = "1";
+  if (theme == Theme::accumulation) layer = {random.pick({"conditional", "experts"})};
+  if (theme == Theme::joins)
+    layer = {random.pick({"batch_norm", "cumulative_norm", "instance_norm", "counter"})};
+}
+
+std::vector<Item> random_layers(Random& random, Theme theme, bool exact) {
   std::vector<Item> layers;
   const int count = 1 + random.below(5);
   const auto& kinds = block_kinds();
@@ -37,6 +53,7 @@ std::vector<Item> random_layers(Random& random, bool exact) {
     if (layer.kind == "lstm") maybe(random, 30, layer.values, "layers", "2");
     layers.push_back(layer);
   }
+  suit_layers(random, theme, layers);
   return layers;
 }
 
@@ -67,6 +84,7 @@ Item random_optimizer(Random& random, bool exact) {
 
 /// What a wrapper and a story must avoid, because it is not what they are about.
 struct Limits {
+  Theme theme = Theme::any;
   bool partly_used = false;  ///< Some parameter may get no gradient.
   bool buffers = true;
   bool exact = true;
@@ -84,6 +102,7 @@ Item random_wrapper(Random& random, const Limits& limits, int world) {
   Item wrapper{
       random.pick({"ddp", "ddp", "zero", "zero", "zero", "ddp_zero", "distributed_optimizer",
                    "distributed_optimizer", "fsdp", "fsdp", "fsdp"})};
+  if (limits.theme == Theme::wire && random.chance(40)) wrapper.kind = "zero";
   auto& values = wrapper.values;
   maybe(random, 10, values, "backend", random.pick({"tcp", "tcp", "mpi"}));
   if (values.empty() && world > 2 && random.chance(15))
@@ -158,12 +177,15 @@ Item random_step(Random& random, const Item& wrapper, const Limits& limits, int 
                  const std::vector<Item>& layers) {
   Item event{"step"};
   auto& values = event.values;
-  if (random.chance(30)) {
+  const bool sum = wrapper.text("reduce") == "sum";
+  if (random.chance(limits.theme == Theme::accumulation ? 80 : 30)) {
     values["micro"] = random.pick({"2", "3"});
-    const bool once = wrapper.text("reduce") == "sum";
-    if (once || random.chance(60)) values["no_sync"] = "1";
+    if (sum || random.chance(60)) values["no_sync"] = "1";
+    else maybe(random, 20, values, "replaced", "0.5");
   }
-  if (random.chance(40)) values["when"] = random.pick({"after", "between"});
+  // Gradients that are cleared after a step are not cleared before the next one.
+  if (limits.theme == Theme::trainability) maybe(random, 60, values, "when", "after");
+  else if (random.chance(40)) values["when"] = random.pick({"after", "between"});
   maybe(random, 20, values, "zero", "module");
   if (random.chance(20)) {
     if (limits.norms) values["clip"] = "norm";
@@ -172,25 +194,27 @@ Item random_step(Random& random, const Item& wrapper, const Limits& limits, int 
   if (has(layers, {"conditional", "experts"})) {
     const bool free = wrapper.kind == "zero" || wrapper.kind == "distributed_optimizer" ||
                       wrapper.kind == "fsdp" || wrapper.flag("find_unused");
-    if (free) values["branch"] = random.pick({"all", "none", "rank0", "own"});
+    if (free) values["branch"] = random.pick({"all", "none", "rank0", "own", "turns"});
+    if (free && limits.theme == Theme::accumulation) maybe(random, 50, values, "branch", "turns");
   }
-  if (random.chance(4)) values["nan"] = std::to_string(random.below(world));
-  if (random.chance(4) && !limits.partly_used) {
-    values.erase("micro");
-    values.erase("no_sync");
+  const int rare = limits.theme == Theme::accumulation ? 12 : 4;
+  if (random.chance(8)) values["nan"] = std::to_string(random.below(world));
+  if (random.chance(rare) && !limits.partly_used) {
+    for (const auto* name : {"micro", "no_sync", "replaced"}) values.erase(name);
     values["retain"] = "1";
   }
-  if (random.chance(4)) {
+  if (random.chance(rare)) {
     values["penalty"] = "1";
     // Two parts of a gradient may be added in another order; nothing is promised there.
     if (wrapper.kind == "fsdp") values.erase("no_sync");
   }
-  if (random.chance(4)) {
+  if (random.chance(rare)) {
     values["kept_graph"] = "1";
     maybe(random, 50, values, "then_evaluate");
   }
   if (wrapper.kind != "distributed_optimizer" && random.chance(4) && wrapper.kind != "ddp_zero") {
-    for (const auto* name : {"micro", "no_sync", "clip", "retain", "when"}) values.erase(name);
+    for (const auto* name : {"micro", "no_sync", "clip", "retain", "when", "replaced"})
+      values.erase(name);
     values["closure"] = "1";
   }
   maybe(random, 25, values, "state");
@@ -219,11 +243,32 @@ Item random_fault(Random& random, const Item& wrapper, int world) {
   }
 }
 
+/// The part of an event that thaws: mostly one that is frozen.
+std::string part_to_thaw(Random& random, const std::vector<Item>& layers,
+                         const std::vector<Item>& story) {
+  std::vector<std::string> frozen;
+  for (size_t i = 0; i < layers.size(); ++i)
+    if (layers[i].flag("frozen")) frozen.push_back(std::to_string(i));
+  for (const auto& event : story)
+    if (event.kind == "freeze") frozen.push_back(event.text("part"));
+  if (frozen.empty() || random.chance(25)) return std::to_string(random.below(6));
+  return frozen[random.below(static_cast<int>(frozen.size()))];
+}
+
 Item random_event(Random& random, const Item& wrapper, const Limits& limits, int world,
-                  const std::vector<Item>& layers) {
+                  const Case& which) {
+  const auto& layers = which.layers;
   const auto part = std::to_string(random.below(6));
-  const int die = random.below(100);
-  if (die < 55) return random_step(random, wrapper, limits, world, layers);
+  const bool thaws = limits.theme == Theme::trainability && random.chance(35);
+  const bool joins = limits.theme == Theme::joins && random.chance(30);
+  const int die = thaws ? 65 + random.below(10) : joins ? 90 : random.below(93);
+  if (die < 55) {
+    auto event = random_step(random, wrapper, limits, world, layers);
+    // Between backward and the update.
+    if (limits.theme == Theme::trainability && !event.has("closure"))
+      maybe(random, 20, event.values, "thaws", part_to_thaw(random, layers, which.story));
+    return event;
+  }
   if (die < 65) {
     Item event{"evaluate"};
     if (wrapper.kind != "fsdp")
@@ -231,61 +276,73 @@ Item random_event(Random& random, const Item& wrapper, const Limits& limits, int
     return event;
   }
   if (die < 70) return {"freeze", {{"part", part}}};
-  if (die < 75) return {"thaw", {{"part", part}}};
+  if (die < 75) return {"thaw", {{"part", part_to_thaw(random, layers, which.story)}}};
   if (die < 80) return {"write", {{"part", part}}};
   if (die < 85) return {"lr", {{"factor", random.pick({"0.5", "2"})}}};
-  if (die < 92) {
-    Item event{"join"};
-    std::string counts;
-    for (int rank = 0; rank < 4; ++rank) counts += static_cast<char>('0' + random.below(4));
-    event.values["batches"] = counts;
-    maybe(random, 30, event.values, "by_active");
-    maybe(random, 10, event.values, "penalty");
-    return event;
-  }
-  // What ranks do to a group that is not synchronized is their own affair.
-  if (wrapper.flag("local_group")) return {"evaluate"};
-  return random_fault(random, wrapper, world);
+  Item event{"join"};
+  std::string counts;
+  for (int rank = 0; rank < 4; ++rank) counts += static_cast<char>('0' + random.below(4));
+  event.values["batches"] = counts;
+  maybe(random, 30, event.values, "by_active");
+  maybe(random, 10, event.values, "penalty");
+  return event;
 }
 
-}  // namespace
+bool is_plain_step(const Item& event) {
+  static const std::set<std::string> others = {"closure", "clip",       "nan",  "retain",
+                                               "penalty", "kept_graph", "when", "thaws"};
+  return event.kind == "step" &&
+         std::none_of(event.values.begin(), event.values.end(),
+                      [](const auto& value) { return others.count(value.first) > 0; });
+}
 
-Case generate(uint64_t seed) {
-  Random random(seed * 2 + 1);
-  Case result;
-  result.seed = seed;
-  Limits limits;
-  limits.exact = random.chance(70);
-  result.world = random.pick({1, 2, 2, 2, 2, 3, 3, 3, 4});
-  result.dtype = limits.exact && random.chance(70) ? "float" : "double";
-  result.layers = random_layers(random, limits.exact);
-  limits.partly_used = has(result.layers, {"unused", "tied", "conditional", "experts"});
-  result.optimizer = random_optimizer(random, limits.exact);
-  // The last bit of a 16-bit weight may differ, which Adam would turn into much more.
-  limits.short_numbers = has(result.layers, {"bfloat16_layer", "half_layer"});
-  limits.value_clips = !has(result.layers, {"half_layer"});
-  limits.moves = random.chance(80);
-  for (size_t i = 0; i < result.layers.size(); ++i)
-    if (result.layers[i].kind == "linear") limits.ignorable = static_cast<int>(i);
-  limits.mixed = limits.exact && result.dtype == "float" && computes_in_bfloat16(result.layers) &&
-                 random.chance(60);
-  if (limits.short_numbers || limits.mixed) result.optimizer = {"SGD", {{"lr", "0.02"}}};
-  if (limits.short_numbers && seed % 2 == 0) result.optimizer.values["master_weights"] = "1";
-  // Other optimizers would turn a difference in the last bit of a float into much more.
-  limits.norms = !limits.exact || (result.dtype == "float" && result.optimizer.kind == "SGD" &&
-                                   !limits.short_numbers && random.chance(30));
-  const bool adagrad = result.optimizer.kind == "Adagrad";  // libtorch's has no new groups
-  result.wrapper = random_wrapper(random, limits, result.world);
-  if (adagrad) result.wrapper.values.erase("late_part");
-  Item wrapper = result.wrapper;
-  int world = result.world;
+/// A step that adds to the gradients of the step before it, where that is no error.
+void add_to_gradients(Random& random, Theme theme, Case& which) {
+  Item wrapper = which.wrapper;
+  for (size_t i = 0; i + 1 < which.story.size(); ++i) {
+    auto& next = which.story[i + 1];
+    if (next.kind == "move") wrapper = {next.text("wrapper"), next.values};
+    const bool used_up = wrapper.flag("in_place") || wrapper.text("reduce") == "sum";
+    if (used_up || !is_plain_step(which.story[i]) || !is_plain_step(next)) continue;
+    if (which.story[i].has("uncleared")) continue;
+    maybe(random, theme == Theme::accumulation ? 40 : 5, next.values, "uncleared");
+  }
+}
+
+/// What ends a story: an error for some wrappers, or for all.
+void add_end(Random& random, const Item& wrapper, int world, Case& which) {
+  auto& story = which.story;
+  // Values that are not finite hide what comes after them.
+  for (size_t i = 0; i < story.size(); ++i)
+    if (i + 4 < story.size()) story[i].values.erase("nan");
+  // Where gradients of two steps must not be added up.
+  const bool clears = wrapper.flag("in_place") || wrapper.text("reduce") == "sum";
+  if (clears && random.chance(40)) {
+    story.push_back({"step"});
+    story.push_back({"step", {{"uncleared", "1"}}});
+    if (random.chance(50)) story.back().values.insert({{"micro", "2"}, {"no_sync", "1"}});
+    return;
+  }
+  // What ranks do to a group that is not synchronized is their own affair.
+  if (wrapper.flag("local_group") || !random.chance(40)) return;
+  story.push_back(random_fault(random, wrapper, world));
+  const Item last = story.back();
+  if (last.kind == "to_dtype") story.push_back({"step"});
+  if (last.kind == "lr")
+    for (int time = 0; time < 2; ++time) story.push_back({"step"});
+}
+
+/// The events of a story. Returns the last wrapper and its world.
+std::pair<Item, int> add_events(Random& random, const Limits& limits, Case& which) {
+  Item wrapper = which.wrapper;
+  int world = which.world;
   const int events = 5 + random.below(16);
   bool late = wrapper.has("late_part");
   for (int i = 0; i < events; ++i) {
     if (late && random.chance(25)) {
-      result.story.push_back({"add_group"});
+      which.story.push_back({"add_group"});
       late = false;
-    } else if (!late && limits.moves && random.chance(5)) {
+    } else if (!late && limits.moves && random.chance(limits.theme == Theme::states ? 20 : 5)) {
       world = random.pick({1, 2, 3, 4});
       const bool groups = wrapper.has("groups"), folder = random.chance(50);
       wrapper = random_wrapper(random, limits, world);
@@ -299,20 +356,47 @@ Case generate(uint64_t seed) {
       event.values["wrapper"] = wrapper.kind;
       event.values["world"] = std::to_string(world);
       if (folder) event.values["folder"] = "1";
-      result.story.push_back(event);
+      which.story.push_back(event);
     } else {
-      result.story.push_back(random_event(random, wrapper, limits, world, result.layers));
-      const Item last = result.story.back();
-      if (last.kind == "to_dtype") result.story.push_back({"step"});
-      // Where gradients of two steps must not be added up.
-      const bool clears = wrapper.flag("in_place") || wrapper.text("reduce") == "sum";
-      if (last.kind == "step" && clears && random.chance(3)) {
-        result.story.push_back({"step"});
-        result.story.push_back({"step", {{"uncleared", "1"}}});
-      } else if (last.kind == "lr" && last.has("rank"))
-        for (int time = 0; time < 2; ++time) result.story.push_back({"step"});
+      which.story.push_back(random_event(random, wrapper, limits, world, which));
     }
   }
+  return {wrapper, world};
+}
+
+}  // namespace
+
+Case generate(uint64_t seed) {
+  Random random(seed * 2 + 1);
+  Case result;
+  result.seed = seed;
+  Limits limits;
+  limits.theme = random_theme(random);
+  limits.exact = random.chance(70);
+  result.world = random.pick({1, 2, 2, 2, 2, 3, 3, 3, 4});
+  result.dtype = limits.exact && random.chance(70) ? "float" : "double";
+  result.layers = random_layers(random, limits.theme, limits.exact);
+  limits.partly_used = has(result.layers, {"unused", "tied", "conditional", "experts"});
+  result.optimizer = random_optimizer(random, limits.exact);
+  // The last bit of a 16-bit weight may differ, which Adam would turn into much more.
+  limits.short_numbers = has(result.layers, {"bfloat16_layer", "half_layer"});
+  limits.value_clips = !has(result.layers, {"half_layer"});
+  limits.moves = random.chance(limits.theme == Theme::wire ? 20 : 80);
+  for (size_t i = 0; i < result.layers.size(); ++i)
+    if (result.layers[i].kind == "linear") limits.ignorable = static_cast<int>(i);
+  limits.mixed = limits.exact && result.dtype == "float" && computes_in_bfloat16(result.layers) &&
+                 random.chance(60);
+  if (limits.short_numbers || limits.mixed) result.optimizer = {"SGD", {{"lr", "0.02"}}};
+  if (limits.short_numbers && seed % 2 == 0) result.optimizer.values["master_weights"] = "1";
+  // Other optimizers would turn a difference in the last bit of a float into much more.
+  limits.norms = !limits.exact || (result.dtype == "float" && result.optimizer.kind == "SGD" &&
+                                   !limits.short_numbers && random.chance(30));
+  const bool adagrad = result.optimizer.kind == "Adagrad";  // libtorch's has no new groups
+  result.wrapper = random_wrapper(random, limits, result.world);
+  if (adagrad) result.wrapper.values.erase("late_part");
+  const auto [wrapper, world] = add_events(random, limits, result);
+  add_to_gradients(random, limits.theme, result);
+  add_end(random, wrapper, world, result);
   const auto has_event = [&](const char* kind) {
     return std::any_of(result.story.begin(), result.story.end(),
                        [&](const Item& event) { return event.kind == kind; });
@@ -323,7 +407,7 @@ Case generate(uint64_t seed) {
     // zeroed.
     if (freezes) event.values.erase("zero");
   }
-  vary(random, result);
+  vary(random, limits.theme, result);
   // Small steps: what rounding takes from a parameter itself is large beside them.
   if (rounds(result) && result.optimizer.kind == "SGD") result.optimizer.values["lr"] = "0.002";
   return result;

@@ -403,5 +403,20 @@ TEST(TrainingFuzz, NormOfAStepWithComplexGradients) {
                 .story = {{"step"}}});
 }
 
+// What the wire had rounded away of a parameter that was frozen while the checkpoint was loaded was
+// an error when it was thawed. "resume" compares with a run without it: the bits are equal.
+TEST(TrainingFuzz, RoundedAwayOfAThawedParameter) {
+  expect_sound({.seed = 292,
+                .world = 2,
+                .dtype = "float",
+                .layers = {{"linear", {{"frozen", "1"}}}},
+                .optimizer = {"Adam", {{"lr", "0.02"}}},
+                .wrapper = {"zero", {{"hosts", "01"}, {"wire_parameters", "int8"}}},
+                .story = {{"thaw", {{"part", "0"}}},
+                          {"step"},
+                          {"resume", {{"state", "1"}}},
+                          {"step", {{"state", "1"}}}}});
+}
+
 }  // namespace
 }  // namespace tessera::fuzz

@@ -49,13 +49,13 @@ Record Player::play(const Item& event, int number) {
     }
   } else if (kind == "join") join_event(event, number);
   else if (kind == "evaluate") evaluate(event, number, record);
-  else if (kind == "freeze" || kind == "thaw") set_trainable(event, kind == "thaw");
+  else if (kind == "freeze" || kind == "thaw") set_trainable(event.number("part"), kind == "thaw");
   else if (kind == "write") write(event);
   else if (kind == "lr") change_lr(event);
   else if (kind == "add_group") subject_->add_late_part();
   else if (kind == "to_dtype") subject_->net().to(other_dtype());
   else if (kind == "resume") resume(number);
-  add_weights(record, subject_->weights());
+  if (!event.flag("quiet")) add_weights(record, subject_->weights());
   if (event.flag("state")) add_state(record, subject_->optimizer_state());
   return record;
 }
@@ -154,6 +154,7 @@ void Player::train(const Item& event, int number, Record& record) {
   } else {
     if (!after && !between && !event.flag("uncleared")) zero_grad(event);
     gradients(event, number, between, record);
+    if (event.has("thaws")) set_trainable(event.number("thaws"), true);
     if (event.has("scaled")) subject_->scale_gradients(event.real("scaled", 1));
     if (event.has("scaler") && !unscale()) {
       subject_->zero_grad(true);
@@ -199,6 +200,7 @@ void Player::gradients(const Item& event, int number, bool clear_between, Record
     if (event.number("absent", -1) == group_.rank()) continue;
     if (event.flag("retain")) subject_->backward(value, true);
     subject_->backward(value, false);
+    if (event.has("replaced") && micro == 0) subject_->replace_gradients(event.real("replaced", 1));
   }
 }
 
@@ -232,9 +234,8 @@ void Player::evaluate(const Item& event, int number, Record& record) {
   subject_->net().train();
 }
 
-void Player::set_trainable(const Item& event, bool on) {
-  for (auto& parameter : subject_->net().part(event.number("part")).parameters())
-    parameter.requires_grad_(on);
+void Player::set_trainable(int part, bool on) {
+  for (auto& parameter : subject_->net().part(part).parameters()) parameter.requires_grad_(on);
 }
 
 void Player::write(const Item& event) {

@@ -52,7 +52,7 @@ class Player {
   bool unscale();
   void join_event(const Item& event, int number);
   void evaluate(const Item& event, int number, Record& record);
-  void set_trainable(const Item& event, bool on);
+  void set_trainable(int part, bool on);
   void write(const Item& event);
   void change_lr(const Item& event);
 

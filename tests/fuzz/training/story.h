@@ -26,8 +26,12 @@ at::Tensor forward_loss(const Forward& forward, const Net& net, const Item& even
   auto batch = make_batch(which.seed, number, micro, rank, dtype_of(which));
   if (event.number("nan", -1) == rank) batch.x.view({-1})[0] = std::nan("");
   const auto branch = event.text("branch", "all");
-  batch.branch = branch == "all" || (branch == "rank0" && rank == 0);
-  batch.expert = branch == "own" ? rank + number : branch == "rank0" && rank > 0 ? 1 : 0;
+  batch.branch = branch == "all" || (branch == "rank0" && rank == 0) ||
+                 (branch == "turns" && (number + micro) % 2 == 1);
+  batch.expert = branch == "own"                 ? rank + number
+                 : branch == "turns"             ? number + micro
+                 : branch == "rank0" && rank > 0 ? 1
+                                                 : 0;
   const bool penalty = event.flag("penalty");
   if (penalty) batch.x.requires_grad_();
   auto loss = net.loss(forward(batch), batch);

@@ -20,15 +20,28 @@ double Subject::clip_norm(double max_norm, double norm_type) {
 
 void Subject::clip_value() { torch::nn::utils::clip_grad_value_(net_->parameters(), 0.05); }
 
+std::vector<at::Tensor> Subject::trained() {
+  std::vector<at::Tensor> tensors;
+  for (const auto& item : named_parameters(*net_)) tensors.push_back(item.second);
+  return tensors;
+}
+
 std::vector<at::Tensor> Subject::gradients() {
   std::vector<at::Tensor> gradients;
-  for (const auto& item : named_parameters(*net_))
-    if (item.second.grad().defined()) gradients.push_back(item.second.grad());
+  for (const auto& tensor : trained())
+    if (tensor.grad().defined()) gradients.push_back(tensor.grad());
   return gradients;
 }
 
 void Subject::scale_gradients(double factor) {
   for (auto& gradient : gradients()) gradient.mul_(factor);
+}
+
+void Subject::replace_gradients(double factor) {
+  for (const auto& tensor : trained()) {
+    auto& gradient = tensor.mutable_grad();
+    if (gradient.defined()) gradient = gradient * factor;
+  }
 }
 
 void Subject::zero_grad(bool set_to_none) {

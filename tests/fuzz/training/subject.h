@@ -29,8 +29,11 @@ class Subject {
   virtual void clip_value();
   /// Multiplies the gradients that the optimizer will use, as the user's code would.
   void scale_gradients(double factor);
-  /// These gradients.
-  virtual std::vector<at::Tensor> gradients();
+  /// Gives them the same in tensors of their own.
+  void replace_gradients(double factor);
+  std::vector<at::Tensor> gradients();
+  /// The tensors whose gradients the optimizer will use.
+  virtual std::vector<at::Tensor> trained();
   /// Of the last step(), where the wrapper knows it.
   virtual double norm_of_step() { return 0; }
   using Closure = torch::optim::Optimizer::LossClosure;

@@ -41,14 +41,15 @@ void divide_into_groups(Random& random, Case& which) {
 }
 
 /// Options for models that do not fit one rank.
-void save_memory(Random& random, const std::string& kind, Values& values) {
+void save_memory(Random& random, Theme theme, const std::string& kind, Values& values) {
   const auto none = [&](std::initializer_list<const char*> names) {
     return std::none_of(names.begin(), names.end(),
                         [&](const char* name) { return values.count(name) > 0; });
   };
   maybe(random, 20, values, "deferred");
   if (kind != "zero") return;
-  if (none({"in_place"})) maybe(random, 30, values, "shard_gradients");
+  const int shards = theme == Theme::trainability ? 50 : 30;
+  if (none({"in_place"})) maybe(random, shards, values, "shard_gradients");
   if (values.count("shard_gradients")) maybe(random, 60, values, "bucket_cap_mb", "0.0002");
   // with_shared_write() writes what is in no group yet on one rank of a host alone.
   if (none({"no_bucket_view", "backend", "late_part"}))
@@ -60,11 +61,12 @@ void save_memory(Random& random, const std::string& kind, Values& values) {
 
 /// Rounds what travels between hosts, in some cases with several of them. `begins`: an error of the
 /// construction counts as that of an event, so a combination that the wrapper refuses may stay.
-void round_between_hosts(Random& random, const Case& which, int world, bool begins, Item& wrapper) {
+void round_between_hosts(Random& random, Theme theme, const Case& which, int world, bool begins,
+                         Item& wrapper) {
   auto& values = wrapper.values;
   const auto before = values;
   const bool on_hosts = values.count("hosts") > 0;
-  if (!random.chance(on_hosts ? 60 : 10)) return;
+  if (!random.chance(theme == Theme::wire ? 95 : on_hosts ? 60 : 8)) return;
   if (world < 2 || values.count("backend") || values.count("local_sgd")) return;
   if (!on_hosts) values["hosts"] = world == 2 ? "01" : random.pick({"001", "01", "0011", "012"});
   const int what = random.below(3);
@@ -219,7 +221,7 @@ void add_late_part(Random& random, Case& which) {
 }
 
 /// Training that ends and goes on from a checkpoint, with all that the wrapper has.
-void add_resumes(Random& random, Case& which) {
+void add_resumes(Random& random, Theme theme, Case& which) {
   const auto& values = which.wrapper.values;
   if (has(which.story, {"to_dtype", "move"}) || which.optimizer.kind == "LBFGS") return;
   for (const char* name : {"late_part", "ignored", "local_group"})
@@ -228,13 +230,16 @@ void add_resumes(Random& random, Case& which) {
   if (has(which.layers, {"batch_norm", "cumulative_norm", "instance_norm", "counter"})) return;
   // In a join of DistributedDataParallel only ranks with data step.
   if (which.wrapper.kind == "ddp" && has(which.story, {"join"})) return;
-  const bool often = values.count("local_sgd") || rounds(which);
+  const bool often = values.count("local_sgd") || rounds(which) || theme == Theme::trainability ||
+                     theme == Theme::states;
   if (!random.chance(often ? 60 : 15)) return;
   const auto count = 1 + random.below(2);
   for (int i = 0; i < count; ++i) {
     const auto at = random.below(static_cast<int>(which.story.size()));
     if (which.story[at].has("uncleared")) continue;
-    which.story.insert(which.story.begin() + at, {"resume"});
+    Item resume{"resume"};
+    maybe(random, 50, resume.values, "state");
+    which.story.insert(which.story.begin() + at, resume);
     // A checkpoint does not have gradients that are zeros.
     for (auto& event : which.story) event.values.erase("zero");
   }
@@ -248,21 +253,21 @@ void add_twin(Random& random, Case& which) {
 
 }  // namespace
 
-void vary(Random& random, Case& result) {
+void vary(Random& random, Theme theme, Case& result) {
   // Drawn last, so that seeds keep what was drawn before there was this option.
   maybe(random, 8, result.wrapper.values, "check_results", "1");
   for (auto& event : result.story)
     if (event.kind == "move") maybe(random, 8, event.values, "check_results", "1");
   divide_into_groups(random, result);
-  save_memory(random, result.wrapper.kind, result.wrapper.values);
+  save_memory(random, theme, result.wrapper.kind, result.wrapper.values);
   for (auto& event : result.story)
-    if (event.kind == "move") save_memory(random, event.text("wrapper"), event.values);
+    if (event.kind == "move") save_memory(random, theme, event.text("wrapper"), event.values);
   const bool begins = result.story.front().kind != "move";
-  round_between_hosts(random, result, result.world, begins, result.wrapper);
+  round_between_hosts(random, theme, result, result.world, begins, result.wrapper);
   for (auto& event : result.story) {
     if (event.kind != "move") continue;
     Item after{event.text("wrapper"), event.values};
-    round_between_hosts(random, result, event.number("world"), true, after);
+    round_between_hosts(random, theme, result, event.number("world"), true, after);
     event.values = std::move(after.values);
   }
   vary_more(random, result);
@@ -270,8 +275,11 @@ void vary(Random& random, Case& result) {
   vary_optimizer(random, result);
   vary_steps(random, result);
   add_late_part(random, result);
-  add_resumes(random, result);
+  add_resumes(random, theme, result);
   add_twin(random, result);
+  // A comparison of the weights gathers them, which may end what a wrapper has under way.
+  for (auto& event : result.story)
+    if (!rounds(result)) maybe(random, 30, event.values, "quiet");
 }
 
 }  // namespace tessera::fuzz

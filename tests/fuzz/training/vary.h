@@ -31,7 +31,18 @@ inline bool is_short(const Item& layer) {
   return layer.kind == "bfloat16_layer" || layer.kind == "half_layer";
 }
 
-/// Draws what a seed gets after everything else, so that it keeps what it had before.
-void vary(Random& random, Case& which);
+/// What a case has much of. Otherwise a combination of several rare options and events would need
+/// thousands of seeds.
+enum class Theme {
+  any,           ///< Of everything something.
+  trainability,  ///< Parts that are frozen and thawed.
+  states,        ///< Saved and loaded states.
+  accumulation,  ///< Several backward passes for a step, which use different parameters.
+  joins,         ///< With buffers.
+  wire,          ///< Rounded values between hosts.
+};
+
+/// Draws what a seed gets after everything else.
+void vary(Random& random, Theme theme, Case& which);
 
 }  // namespace tessera::fuzz

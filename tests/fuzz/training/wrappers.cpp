@@ -160,12 +160,11 @@ class ZeroSubject : public Subject {
     return zero_->clip_grad_norm_(max_norm, norm_type);
   }
   void clip_value() override { zero_->clip_grad_value_(0.05); }
-  std::vector<at::Tensor> gradients() override {
-    if (!wrapper_.flag("shard_gradients")) return Subject::gradients();
-    std::vector<at::Tensor> gradients;
-    for (const auto& shard : zero_->shards())
-      if (shard.tensor.grad().defined()) gradients.push_back(shard.tensor.grad());
-    return gradients;
+  std::vector<at::Tensor> trained() override {
+    if (!wrapper_.flag("shard_gradients")) return Subject::trained();
+    std::vector<at::Tensor> tensors;
+    for (const auto& shard : zero_->shards()) tensors.push_back(shard.tensor);
+    return tensors;
   }
   double norm_of_step() override { return zero::TrainerAccess::last_norm(*zero_); }
   void step(const Closure& closure) override { zero_->step(closure); }
@@ -319,12 +318,7 @@ class FsdpSubject : public Subject {
     return fsdp_.clip_grad_norm_(max_norm, norm_type);
   }
   void clip_value() override { fsdp_.clip_grad_value_(0.05); }
-  std::vector<at::Tensor> gradients() override {
-    std::vector<at::Tensor> gradients;
-    for (const auto& parameter : fsdp_.parameters())
-      if (parameter.grad().defined()) gradients.push_back(parameter.grad());
-    return gradients;
-  }
+  std::vector<at::Tensor> trained() override { return fsdp_.parameters(); }
   void zero_grad(bool set_to_none) override { fsdp_.zero_grad(set_to_none); }
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
   std::vector<std::reference_wrapper<Joinable>> joinables() override { return {fsdp_}; }

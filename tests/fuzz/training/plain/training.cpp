@@ -142,9 +142,7 @@ std::vector<Record> PlainTraining::play(const Item& event, int number) {
   } else if (kind == "evaluate") {
     evaluate(event, number, records);
   } else if (kind == "freeze" || kind == "thaw") {
-    for (auto& replica : replicas_)
-      for (auto& parameter : replica.net->part(event.number("part")).parameters())
-        parameter.requires_grad_(kind == "thaw");
+    set_trainable(event.number("part"), kind == "thaw");
   } else if (kind == "write") {
     for (auto& replica : replicas_)
       for (auto& parameter : replica.net->part(event.number("part")).parameters())
@@ -163,10 +161,15 @@ std::vector<Record> PlainTraining::play(const Item& event, int number) {
   return records;
 }
 
+void PlainTraining::set_trainable(int part, bool on) {
+  for (auto& replica : replicas_)
+    for (auto& parameter : replica.net->part(part).parameters()) parameter.requires_grad_(on);
+}
+
 void PlainTraining::add_results(const Item& event, std::vector<Record>& records) const {
   at::NoGradGuard no_grad;
   for (int rank = 0; rank < world(); ++rank) {
-    add_weights(records[rank], state_dict(*replicas_[rank].net));
+    if (!event.flag("quiet")) add_weights(records[rank], state_dict(*replicas_[rank].net));
     if (event.flag("state"))
       add_state(records[rank], state_dict(*replicas_[rank].optimizer, replicas_[rank].parameters));
   }
@@ -260,7 +263,9 @@ void PlainTraining::train(const Item& event, int number, std::vector<Record>& re
         if (rank != absent) backward(rank, losses[rank], time + 1 < backwards);
       if (sync) after_backward(ranks, world());
     }
+    if (event.has("replaced") && micro == 0) scale_gradients(event.real("replaced", 1));
   }
+  if (event.has("thaws")) set_trainable(event.number("thaws"), true);
   if (event.has("scaled")) scale_gradients(event.real("scaled", 1));
   std::vector<std::vector<at::Tensor>> own;
   for (auto& replica : replicas_) own.push_back(gradients_of(replica.parameters));

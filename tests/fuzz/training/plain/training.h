@@ -66,6 +66,7 @@ class PlainTraining {
   void spring(const Item& event, int number);
   void join(const Item& event, int number);
   void evaluate(const Item& event, int number, std::vector<Record>& records);
+  void set_trainable(int part, bool on);
   void add_group();
   void move(const Item& event);
 
