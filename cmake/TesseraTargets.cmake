@@ -138,7 +138,7 @@ endfunction()
 # busy machine BLAS threads that wait for each other cost ten times the computation. Besides, MKL rounds
 # by the number of its threads, and references are computed on the main thread. A filter that no test
 # matches is a failure.
-# scripts/run_tests.sh gives ctest two slots for each core. A test that computes has two, as here; one
+# scripts/run_tests.sh gives ctest three slots for each core. A test that computes has two, as here; one
 # that mostly waits sets PROCESSORS 1. Of a test that lasts more than half a minute COST has the
 # seconds: these start first, so that none of them is left alone at the end. Sanitizers and an emulator
 # get four times as long.

@@ -1,21 +1,25 @@
 #!/usr/bin/env python3
-"""Removes each wait, event, guard and record of use of a device's streams from src/, one at a time,
+"""Leaves out each wait, event, guard and record of use of a device's streams in src/, one at a time,
 and checks that the tests on the simulated device notice.
 
-    mutate_streams.py BUILD [--list] [--only TEXT] [--repeat N]
+    mutate_streams.py BUILD [--list] [--only TEXT] [--repeat N] [--jobs N]
 
-BUILD      a configured build folder of this source tree. It is built again for each change.
+BUILD      a configured build folder of this source tree. The next build compiles the sources again.
 --list     prints the places and ends.
 --only     takes the places whose file, line or text contains TEXT.
---repeat   runs of the tests for a change that is not noticed at first (default 3). The first one
+--repeat   runs of the tests for a place that is not noticed at first (default 3). The first one
            has the tests' usual seeds, the others share the next seeds, up to number 20.
+--jobs     places that are tried at a time (default: one for each core).
 
-The tests must pass on the sources as they are, or the script ends with an error. It prints one line
-for each place: noticed, with the first test that failed or "time-out", NOT NOTICED, or DOES NOT
-COMPILE. The status is the number of places that were not noticed or do not compile. A file is
-changed while its place is tried, and restored, also after an interrupt.
+All places are changed in the source tree at once, each behind a look at the environment variable
+TESSERA_BREAK. Then the tests are built once, and the sources are put back, whatever happens. The
+tests must pass without a place, or the script ends with an error. It prints two lines for each
+place: noticed, with the first test that failed or "time-out", or NOT NOTICED. The status is the
+number of places that were not noticed.
 """
 import argparse
+import concurrent.futures
+import contextlib
 import os
 import pathlib
 import re
@@ -33,6 +37,8 @@ STATEMENT = re.compile(
 CONDITION = re.compile(r"!(buffer\.sent|sent\.read|copied) \|\| \1->query\(\)")
 # A wrapper's wait for a collective, which is removed from its line.
 CALL = re.compile(r"((\w+(\.|->))*\b(work|works\[\w+\]|sum))\.wait\(\);")
+# A guard, which is an object of a scope.
+GUARD = re.compile(r"const ((?:\w+::)+\w+) (\w+)\((.*)\);")
 # They wait for nothing of a device.
 NO_STREAMS = ("src/zero/early_reduction.cpp", "src/zero/shards/")
 FIRST_SEEDS, ALL_SEEDS = 3, 20
@@ -52,27 +58,38 @@ def places():
                 yield file, number, line.strip()
 
 
-def without(text, number):
-    """The text without the statement that begins in this line, or the line without its condition or
-    its call."""
-    lines = text.splitlines()
-    if CONDITION.search(lines[number]):
-        lines[number] = CONDITION.sub("true", lines[number])
-        return "\n".join(lines) + "\n"
-    if not STATEMENT.search(lines[number]):
-        lines[number] = CALL.sub(r"static_cast<void>(\1);", lines[number])
-        return "\n".join(lines) + "\n"
-    end = number
-    while not lines[end].rstrip().endswith(";"):
-        end += 1
-    lines[number:end + 1] = [""] * (end + 1 - number)
-    return "\n".join(lines) + "\n"
+def chosen(place):
+    return ('[] { static const char* const place = std::getenv("TESSERA_BREAK"); '
+            f'return place && std::string(place) == "{place}"; }}()')
 
 
-def compiles(build):
-    made = subprocess.run(["cmake", "--build", build, "--target", "test_device"],
-                          capture_output=True, text=True)
-    return made.returncode == 0
+def changed(line, place):
+    """The line, which does nothing where TESSERA_BREAK is this place."""
+    if CONDITION.search(line):
+        return CONDITION.sub(lambda found: f"{chosen(place)} || {found[0]}", line)
+    if not STATEMENT.search(line):
+        return CALL.sub(lambda found: f"({chosen(place)} ? void() : void({found[1]}.wait()));", line)
+    if guard := GUARD.search(line):
+        kind, name, arguments = guard.groups()
+        return f"std::optional<{kind}> {name}; if (!{chosen(place)}) {name}.emplace({arguments});"
+    return f"if (!{chosen(place)}) {line}"
+
+
+@contextlib.contextmanager
+def changed_sources(chosen_places):
+    original = {file: (SOURCE / file).read_text() for file, _, _ in chosen_places}
+    try:
+        for file, text in original.items():
+            lines = text.splitlines()
+            for place, (its_file, number, _) in enumerate(chosen_places):
+                if its_file == file:
+                    lines[number] = changed(lines[number], place)
+            includes = "".join(f"#include <{name}>\n" for name in ("cstdlib", "optional", "string"))
+            (SOURCE / file).write_text(includes + "\n".join(lines) + "\n")
+        yield
+    finally:
+        for file, text in original.items():
+            (SOURCE / file).write_text(text)
 
 
 def seeds_of(run, repeat):
@@ -84,12 +101,12 @@ def seeds_of(run, repeat):
     return {"TESSERA_TEST_SEEDS": f"{FIRST_SEEDS + 1 + begin}:{max(end - begin, 1)}"}
 
 
-def failure(build, seeds):
+def failure(build, **variables):
     """The first test that fails, or None."""
     try:
         tests = subprocess.run([build / "bin/test_device", "--gtest_fail_fast"], cwd=build,
                                capture_output=True, text=True, timeout=SECONDS,
-                               env={**os.environ, **seeds})
+                               env={**os.environ, **variables})
     except subprocess.TimeoutExpired:
         return "time-out"
     if tests.returncode == 0:
@@ -98,27 +115,12 @@ def failure(build, seeds):
     return failed[1].rstrip(",") if failed else f"status {tests.returncode}"
 
 
-def attempt(build, file, number, repeat):
-    """Whether the change is noticed, and how."""
-    path = SOURCE / file
-    original = path.read_text()
-    try:
-        path.write_text(without(original, number))
-        if not compiles(build):
-            return False, "DOES NOT COMPILE"
-        for run in range(repeat):
-            if failed := failure(build, seeds_of(run, repeat)):
-                return True, f"noticed by {failed}"
-        return False, "NOT NOTICED"
-    finally:
-        path.write_text(original)
-
-
-def check_unmodified(build):
-    if not compiles(build):
-        sys.exit("mutate_streams.py: the sources as they are do not compile")
-    if failed := failure(build, {}):
-        sys.exit(f"mutate_streams.py: the tests fail on the sources as they are: {failed}")
+def attempt(build, place, repeat):
+    """The first test that notices the place, or None."""
+    for run in range(repeat):
+        if failed := failure(build, TESSERA_BREAK=str(place), **seeds_of(run, repeat)):
+            return failed
+    return None
 
 
 def main():
@@ -127,20 +129,28 @@ def main():
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--only", default="")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
     build = options.build.resolve()
-    chosen = [(file, number, f"{file}:{number + 1}: {text}") for file, number, text in places()]
-    chosen = [place for place in chosen if options.only in place[2]]
+    chosen_places = [(file, number, f"{file}:{number + 1}: {text}") for file, number, text in places()]
+    chosen_places = [place for place in chosen_places if options.only in place[2]]
     if options.list:
-        print("\n".join(place for _, _, place in chosen))
+        print("\n".join(place for _, _, place in chosen_places))
         return
-    check_unmodified(build)
-    unnoticed = 0
-    for file, number, place in chosen:
-        noticed, result = attempt(build, file, number, options.repeat)
-        unnoticed += not noticed
-        print(f"{place}\n    {result}", flush=True)
-    sys.exit(unnoticed)
+    with changed_sources(chosen_places):
+        made = subprocess.run(["cmake", "--build", build, "--target", "test_device"],
+                              capture_output=True, text=True)
+    if made.returncode:
+        sys.exit(made.stdout[-4000:] + made.stderr)
+    if failed := failure(build):
+        sys.exit(f"mutate_streams.py: a test fails where no place is left out: {failed}")
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        tried = [pool.submit(attempt, build, place, options.repeat)
+                 for place in range(len(chosen_places))]
+        for (_, _, place), attempted in zip(chosen_places, tried):
+            failed = attempted.result()
+            print(f"{place}\n    {f'noticed by {failed}' if failed else 'NOT NOTICED'}", flush=True)
+    sys.exit(sum(attempted.result() is None for attempted in tried))
 
 
 if __name__ == "__main__":

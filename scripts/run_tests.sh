@@ -4,5 +4,5 @@ set -euo pipefail
 build=${1:-build}
 # The environment may select an old BLAS kernel or a number of threads. The tests set what they need.
 unset OPENBLAS_CORETYPE OMP_NUM_THREADS
-# Two slots for each core: PROCESSORS of a test says how many it has.
-exec ctest --test-dir "$build" -j $((2 * $(nproc))) --output-on-failure --no-tests=error "${@:2}"
+# Three slots for each core: PROCESSORS of a test says how many it has, and most tests wait a part of their time.
+exec ctest --test-dir "$build" -j $((3 * $(nproc))) --output-on-failure --no-tests=error "${@:2}"

@@ -156,7 +156,9 @@ bool DistributedOptimizer::Impl::reduces(const SyncedGroup& synced) const {
 void DistributedOptimizer::Impl::make_reduction() {
   std::vector<sharding::NamedTensor> parameters;
   std::vector<PackedReduction::Group> groups;
+  std::vector<distributed_optimizer::ThawedGradients::Group> frozen;
   for (const auto& synced : synced_) {
+    if (synced.group.size() > 1) frozen.push_back({synced.group, synced.frozen});
     if (!reduces(synced)) continue;
     std::vector<size_t> members;
     for (const auto& parameter : synced.trainable) {
@@ -168,6 +170,7 @@ void DistributedOptimizer::Impl::make_reduction() {
   if (groups.empty()) return;
   reduction_ = std::make_unique<PackedReduction>(
       std::move(parameters), std::move(groups),
+      distributed_optimizer::ThawedGradients(std::move(frozen)),
       distributed_optimizer::PackedReductionOptions{
           mean_, options_.param_pack, options_.param_pack_thd,
           [this](size_t group) {
@@ -252,9 +255,14 @@ void DistributedOptimizer::Impl::follow_thaw(bool reduced) {
       thawed.emplace_back(&synced, std::move(parameters));
   if (thawed.empty()) return;
   if (reduction_ && !reduced) reduction_->reducer().check_cleared();
+  for (auto& [synced, parameters] : thawed) {
+    if (!reduced) continue;
+    std::erase_if(parameters, [this](const auto& parameter) {
+      return reduction_ && reduction_->thawed().has(parameter.name);
+    });
+    if (!parameters.empty()) reduce(*synced, parameters);
+  }
   reduction_.reset();  // before the new one registers its hooks
-  if (reduced)
-    for (auto& [synced, parameters] : thawed) reduce(*synced, parameters);
   make_reduction();
   if (reduced) mark_reduced();
 }
@@ -268,25 +276,11 @@ void DistributedOptimizer::Impl::mark_reduced() {
       reduction_->reducer().mark_overwritten(next++);
 }
 
-/// A backward without hooks of `parameters` has ended. Where only some ranks have a gradient, it
-/// counts as zero on the others.
-void DistributedOptimizer::Impl::reduce(SyncedGroup& synced,
-                                        const std::vector<sharding::NamedTensor>& parameters) {
-  const at::NoGradGuard no_grad;
-  auto& group = synced.group;
-  std::vector<int> has;
-  for (const auto& parameter : parameters) has.push_back(parameter.tensor.grad().defined());
-  auto ranks = at::tensor(has, at::kInt).to(group.control_device());
-  group.all_reduce(ranks, 1, "gradients of thawed parameters");
-  const int divisor = join_ ? join_->divisor : group.size();
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const auto& [name, tensor] = parameters[i];
-    if (ranks[static_cast<int64_t>(i)].item<int>() == 0) continue;
-    auto& grad = tensor.mutable_grad();
-    if (!grad.defined()) grad = at::zeros_like(tensor);
-    grad = sharding::dense_gradient(kName, name, grad, group.rank());
-    group.all_reduce(grad, mean_ ? 1.0 / divisor : 1, name);
-  }
+/// A backward without hooks of `parameters` has ended. Collective.
+void DistributedOptimizer::Impl::reduce(
+    SyncedGroup& synced, const std::vector<sharding::NamedTensor>& parameters) const {
+  const int divisor = join_ ? join_->divisor : synced.group.size();
+  distributed_optimizer::reduce_gradients(synced.group, parameters, mean_ ? 1.0 / divisor : 1);
 }
 
 void DistributedOptimizer::Impl::set_join(const JoinIteration& iteration) {

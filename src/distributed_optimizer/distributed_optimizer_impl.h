@@ -44,7 +44,7 @@ class DistributedOptimizer::Impl {
   void check_groups();
   /// Parameters that were frozen and require a gradient now get hooks and packs, which all ranks
   /// must see. `reduced`: the other gradients are reduced already, so those of the thawed ones are
-  /// reduced here. Collective if there are such parameters.
+  /// reduced here, unless they were with the others. Collective if there are such parameters.
   void follow_thaw(bool reduced);
   void set_join(const JoinIteration& iteration);
   /// Sends rank `root`'s parameters to all ranks of each dist_group.
@@ -75,7 +75,7 @@ class DistributedOptimizer::Impl {
   void make_reduction();
   void mark_reduced();
   std::vector<sharding::NamedTensor> take_thawed(SyncedGroup& synced);
-  void reduce(SyncedGroup& synced, const std::vector<sharding::NamedTensor>& parameters);
+  void reduce(SyncedGroup& synced, const std::vector<sharding::NamedTensor>& parameters) const;
 
   bool mean_ = false;
   std::vector<sharding::WrappedParameters> wrapped_;

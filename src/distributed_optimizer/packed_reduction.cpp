@@ -53,8 +53,12 @@ Packs first_packs(const std::vector<sharding::NamedTensor>& parameters, std::vec
 }  // namespace
 
 PackedReduction::PackedReduction(std::vector<sharding::NamedTensor> parameters,
-                                 std::vector<Group> groups, PackedReductionOptions options)
-    : options_(options), parameters_(std::move(parameters)), lane_of_(parameters_.size()) {
+                                 std::vector<Group> groups, ThawedGradients thawed,
+                                 PackedReductionOptions options)
+    : options_(options),
+      parameters_(std::move(parameters)),
+      thawed_(std::move(thawed)),
+      lane_of_(parameters_.size()) {
   for (auto& group : groups) {
     auto& lane = lanes_.emplace_back(Lane{std::move(group), {}, {}});
     for (const auto i : lane.members) lane_of_[i] = lanes_.size() - 1;
@@ -226,6 +230,7 @@ void PackedReduction::finish() {
     works[l].wait();
     settle(l, counts[l].cpu());
   }
+  thawed_.reduce(options_.mean, divisor_);
   writes_.restart();
   ++reductions_;
 }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "distributed_optimizer/packing.h"
+#include "distributed_optimizer/thawed_gradients.h"
 #include "sharding/gradients/forward_writes.h"
 #include "sharding/gradients/gradient_wire.h"
 #include "sharding/gradients/reducer.h"
@@ -40,11 +41,13 @@ class PackedReduction : private sharding::ReductionPolicy {
     std::vector<size_t> members;  ///< Consecutive indices into the parameters. At least one.
   };
 
-  /// `parameters` are trainable, and each is a member of one of `groups`. Local.
+  /// `parameters` are trainable, and each is a member of one of `groups`. `thawed`: of those that
+  /// are not. Local.
   PackedReduction(std::vector<sharding::NamedTensor> parameters, std::vector<Group> groups,
-                  PackedReductionOptions options);
+                  ThawedGradients thawed, PackedReductionOptions options);
   PackedReduction(const PackedReduction&) = delete;
 
+  const ThawedGradients& thawed() const { return thawed_; }
   /// The reducer of all lanes.
   sharding::Reducer& reducer() { return *reducer_; }
 
@@ -110,6 +113,7 @@ class PackedReduction : private sharding::ReductionPolicy {
 
   PackedReductionOptions options_;
   std::vector<sharding::NamedTensor> parameters_;
+  ThawedGradients thawed_;
   std::vector<Lane> lanes_;
   std::vector<size_t> lane_of_;   // of each parameter
   std::vector<size_t> complete_;  // buckets, without overlap

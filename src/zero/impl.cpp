@@ -280,13 +280,16 @@ void ZeroRedundancyOptimizer::Impl::follow_trainability() {
                                }),
                 owned.end());
     sharding::load_shard_state(local.get(), owned, parameters, frozen_state);
+    std::vector<StateSlice> slices;
     for (const auto i : thawed) {
-      const auto frozen = frozen_state.extract(parameters[i].name);
+      const auto& [name, tensor] = parameters[i];
+      const auto frozen = frozen_state.extract(name);
       if (frozen.empty()) continue;
-      const auto& tensors = frozen.mapped().tensors;
-      const auto residual = tensors.find(sharding::kWireResidual);
-      if (residual != tensors.end()) shards.take_residual(i, residual->second);
+      auto& slice = slices.emplace_back(StateSlice{whole_shard(name, tensor), frozen.mapped()});
+      for (auto& [key, values] : slice.state.tensors)
+        if (key == sharding::kWireResidual) values = sharding::in_memory_order(values, tensor);
     }
+    if (!slices.empty()) shards.take_residuals(slices, false);
   }
   shards.note_trainability();
 }

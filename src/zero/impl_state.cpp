@@ -81,7 +81,7 @@ void ZeroRedundancyOptimizer::Impl::load_slices(std::vector<StateSlice>& slices)
   } catch (const UsageError& error) {
     throw UsageError(fmt::format("{}: {}", prefix(), error.what()));
   }
-  shards.take_residuals(slices);
+  shards.take_residuals(slices, true);
   frozen_state.clear();
   std::map<std::string, at::Tensor> frozen;
   for (size_t i = 0; i < shards.parameters().size(); ++i)

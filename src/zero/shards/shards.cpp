@@ -188,41 +188,28 @@ void Shards::add_residuals(std::vector<StateSlice>& slices) const {
   }
 }
 
-void Shards::take_residuals(const std::vector<StateSlice>& slices) {
+void Shards::take_residuals(const std::vector<StateSlice>& slices, bool all) {
   if (!wire_) return;
-  wire_->reset();
+  if (all) wire_->reset();
   at::NoGradGuard no_grad;
   for (size_t b = 0; b < buckets_.size(); ++b) {
-    const auto& counts = buckets_[b].layout.counts();
-    auto lacking = at::zeros({counts[group_.rank()]}, buckets_[b].parameters.options());
+    auto lacking = wire_->residual(b);
+    if (!lacking.defined())
+      lacking =
+          at::zeros({buckets_[b].layout.counts()[group_.rank()]}, buckets_[b].parameters.options());
     for (const auto& shard : buckets_[b].shards) {
       const auto& name = parameters_[shard.parameter].name;
       for (const auto& slice : slices) {
         const auto found = slice.state.tensors.find(sharding::kWireResidual);
-        if (slice.parameter != name || slice.begin != shard.begin ||
+        if (slice.parameter != name || slice.begin > shard.begin ||
+            slice.begin + slice.numel < shard.begin + shard.numel ||
             found == slice.state.tensors.end())
           continue;
-        lacking.narrow(0, shard.at, shard.numel).copy_(found->second.reshape({-1}));
+        lacking.narrow(0, shard.at, shard.numel)
+            .copy_(found->second.reshape({-1}).narrow(0, shard.begin - slice.begin, shard.numel));
       }
     }
     wire_->set_residual(b, std::move(lacking));
-  }
-}
-
-void Shards::take_residual(size_t parameter, const at::Tensor& whole) {
-  if (!wire_) return;
-  at::NoGradGuard no_grad;
-  const auto in_order = sharding::in_memory_order(whole, parameters_[parameter].tensor);
-  for (size_t b = 0; b < buckets_.size(); ++b) {
-    for (const auto& shard : buckets_[b].shards) {
-      if (shard.parameter != parameter) continue;
-      auto lacking = wire_->residual(b);
-      if (!lacking.defined())
-        lacking = at::zeros({buckets_[b].layout.counts()[group_.rank()]},
-                            buckets_[b].parameters.options());
-      lacking.narrow(0, shard.at, shard.numel).copy_(in_order.narrow(0, shard.begin, shard.numel));
-      wire_->set_residual(b, std::move(lacking));
-    }
   }
 }
 

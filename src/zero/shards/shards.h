@@ -76,12 +76,11 @@ class Shards {
   void gather_exact();
   /// Null unless parameters travel encoded.
   const ParameterWire* wire() const { return wire_ ? &*wire_ : nullptr; }
-  /// Adds the rounding errors of the shards' values to their state slices, as state kWireResidual;
-  /// and the reverse. Local.
+  /// Adds the rounding errors of the shards' values to their state slices, as state kWireResidual.
+  /// Local.
   void add_residuals(std::vector<StateSlice>& slices) const;
-  void take_residuals(const std::vector<StateSlice>& slices);
-  /// The same for this rank's part of one parameter. `whole`: of all its elements.
-  void take_residual(size_t parameter, const at::Tensor& whole);
+  /// The reverse. A slice may have more elements than the shard. `all`: the others become zero.
+  void take_residuals(const std::vector<StateSlice>& slices, bool all);
 
   /// Every rank gets every rank's updated shards. Ranks with different tags disagree. Without
   /// `paged`, skips the buckets that gather_in_background() gathers. Collective.

@@ -28,9 +28,9 @@ Theme random_theme(Random& random) {
 /// Some layer is of a kind that the theme needs.
 void suit_layers(Random& random, Theme theme, std::vector<Item>& layers) {
   auto& layer = layers[random.below(static_cast<int>(layers.size()))];
-  if (!random.chance(70)) return;
+  if (!random.chance(80)) return;
   if (theme == Theme::trainability) layer.values["frozen"] = "1";
-  if (theme == Theme::accumulation) layer = {random.pick({"conditional", "experts"})};
+  if (theme == Theme::accumulation) layer = {random.pick({"conditional", "experts", "experts"})};
   if (theme == Theme::joins)
     layer = {random.pick({"batch_norm", "cumulative_norm", "instance_norm", "counter"})};
 }
@@ -103,6 +103,7 @@ Item random_wrapper(Random& random, const Limits& limits, int world) {
       random.pick({"ddp", "ddp", "zero", "zero", "zero", "ddp_zero", "distributed_optimizer",
                    "distributed_optimizer", "fsdp", "fsdp", "fsdp"})};
   if (limits.theme == Theme::wire && random.chance(40)) wrapper.kind = "zero";
+  if (limits.theme == Theme::accumulation && random.chance(30)) wrapper.kind = "fsdp";
   auto& values = wrapper.values;
   maybe(random, 10, values, "backend", random.pick({"tcp", "tcp", "mpi"}));
   if (values.empty() && world > 2 && random.chance(15))
@@ -147,6 +148,7 @@ Item random_wrapper(Random& random, const Limits& limits, int world) {
       maybe(random, 70, values, "param_pack_thd", random.pick({"1", "100", "400"}));
     }
     maybe(random, 30, values, "bcast_period", random.pick({"1", "2"}));
+    maybe(random, 50, values, "own_backward");
     maybe(random, 25, values, "groups", "2");
     if (values.count("groups") && !limits.norms && values["reduce"] == "mean")
       maybe(random, 25, values, "local_group");
@@ -180,7 +182,8 @@ Item random_step(Random& random, const Item& wrapper, const Limits& limits, int 
   const bool sum = wrapper.text("reduce") == "sum";
   if (random.chance(limits.theme == Theme::accumulation ? 80 : 30)) {
     values["micro"] = random.pick({"2", "3"});
-    if (sum || random.chance(60)) values["no_sync"] = "1";
+    const int held = limits.theme == Theme::accumulation ? 40 : 60;
+    if (sum || random.chance(held)) values["no_sync"] = "1";
     else maybe(random, 20, values, "replaced", "0.5");
   }
   // Gradients that are cleared after a step are not cleared before the next one.
@@ -261,7 +264,10 @@ Item random_event(Random& random, const Item& wrapper, const Limits& limits, int
   const auto part = std::to_string(random.below(6));
   const bool thaws = limits.theme == Theme::trainability && random.chance(35);
   const bool joins = limits.theme == Theme::joins && random.chance(30);
-  const int die = thaws ? 65 + random.below(10) : joins ? 90 : random.below(93);
+  // What a forward has gathered is written to.
+  const bool writes =
+      !which.story.empty() && which.story.back().kind == "evaluate" && random.chance(30);
+  const int die = thaws ? 65 + random.below(10) : joins ? 90 : writes ? 75 : random.below(93);
   if (die < 55) {
     auto event = random_step(random, wrapper, limits, world, layers);
     // Between backward and the update.
@@ -324,19 +330,16 @@ void add_end(Random& random, const Item& wrapper, int world, Case& which) {
     return;
   }
   // What ranks do to a group that is not synchronized is their own affair.
-  if (wrapper.flag("local_group") || !random.chance(40)) return;
+  if (wrapper.flag("local_group") || !random.chance(60)) return;
   story.push_back(random_fault(random, wrapper, world));
-  const Item last = story.back();
-  if (last.kind == "to_dtype") story.push_back({"step"});
-  if (last.kind == "lr")
-    for (int time = 0; time < 2; ++time) story.push_back({"step"});
+  for (int time = 0; time < 2; ++time) story.push_back({"step"});
 }
 
 /// The events of a story. Returns the last wrapper and its world.
 std::pair<Item, int> add_events(Random& random, const Limits& limits, Case& which) {
   Item wrapper = which.wrapper;
   int world = which.world;
-  const int events = 5 + random.below(16);
+  const int events = 8 + random.below(25);
   bool late = wrapper.has("late_part");
   for (int i = 0; i < events; ++i) {
     if (late && random.chance(25)) {

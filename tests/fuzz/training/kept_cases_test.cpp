@@ -418,5 +418,17 @@ TEST(TrainingFuzz, RoundedAwayOfAThawedParameter) {
                           {"step", {{"state", "1"}}}}});
 }
 
+// Before step(), a thawed parameter had each rank's own gradient, so each rank clipped by a norm of
+// its own.
+TEST(TrainingFuzz, DistributedOptimizerClipsThawedGradients) {
+  expect_sound({.seed = 1382,
+                .world = 2,
+                .dtype = "float",
+                .layers = {{"linear", {{"frozen", "1"}}}},
+                .optimizer = {"SGD", {{"lr", "0.02"}}},
+                .wrapper = {"distributed_optimizer", {{"own_backward", "1"}}},
+                .story = {{"thaw", {{"part", "0"}}}, {"step", {{"clip", "norm"}}}}});
+}
+
 }  // namespace
 }  // namespace tessera::fuzz

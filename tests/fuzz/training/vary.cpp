@@ -279,7 +279,7 @@ void vary(Random& random, Theme theme, Case& result) {
   add_twin(random, result);
   // A comparison of the weights gathers them, which may end what a wrapper has under way.
   for (auto& event : result.story)
-    if (!rounds(result)) maybe(random, 30, event.values, "quiet");
+    if (!rounds(result)) maybe(random, event.kind == "evaluate" ? 60 : 30, event.values, "quiet");
 }
 
 }  // namespace tessera::fuzz

@@ -248,7 +248,7 @@ class DistributedOptimizerSubject : public Subject {
     distributed_->track_buffers(*net);
   }
   void backward(const at::Tensor& loss, bool retain) override {
-    if (retain) loss.backward({}, true);
+    if (retain || wrapper_.flag("own_backward")) loss.backward({}, retain);
     else distributed_->backward(loss);
   }
   NoSync no_sync() override { return distributed_->no_sync(); }
