@@ -167,10 +167,10 @@ void DistributedOptimizer::Impl::make_reduction() {
     }
     groups.push_back({synced.group, synced.parameter_group, std::move(members)});
   }
+  thawed_.emplace(std::move(frozen));
   if (groups.empty()) return;
   reduction_ = std::make_unique<PackedReduction>(
-      std::move(parameters), std::move(groups),
-      distributed_optimizer::ThawedGradients(std::move(frozen)),
+      std::move(parameters), std::move(groups), *thawed_,
       distributed_optimizer::PackedReductionOptions{
           mean_, options_.param_pack, options_.param_pack_thd,
           [this](size_t group) {
@@ -257,10 +257,11 @@ void DistributedOptimizer::Impl::follow_thaw(bool reduced) {
   if (reduction_ && !reduced) reduction_->reducer().check_cleared();
   for (auto& [synced, parameters] : thawed) {
     if (!reduced) continue;
-    std::erase_if(parameters, [this](const auto& parameter) {
-      return reduction_ && reduction_->thawed().has(parameter.name);
-    });
-    if (!parameters.empty()) reduce(*synced, parameters);
+    std::erase_if(parameters,
+                  [this](const auto& parameter) { return thawed_->has(parameter.name); });
+    if (parameters.empty()) continue;
+    if (!reduction_) refuse_own_gradients(*synced, parameters);
+    reduce(*synced, parameters);
   }
   reduction_.reset();  // before the new one registers its hooks
   make_reduction();
@@ -274,6 +275,21 @@ void DistributedOptimizer::Impl::mark_reduced() {
   for (const auto& synced : synced_)
     for (size_t i = 0; reduces(synced) && i < synced.trainable.size(); ++i)
       reduction_->reducer().mark_overwritten(next++);
+}
+
+/// A change of the gradients before step(), such as clipping, would be each rank's own. Collective.
+void DistributedOptimizer::Impl::refuse_own_gradients(
+    SyncedGroup& synced, const std::vector<sharding::NamedTensor>& parameters) const {
+  agree(synced.group, [&] {
+    for (const auto& [name, tensor] : parameters) {
+      if (synced.group.size() == 1 || !tensor.grad().defined()) continue;
+      throw UsageError(fmt::format(
+          "{}: all parameters were frozen, so nothing has reduced the gradient of {} within "
+          "backward; expected DistributedOptimizer::backward(loss) in place of loss.backward() in "
+          "the first step after a thaw",
+          prefix(), name));
+    }
+  });
 }
 
 /// A backward without hooks of `parameters` has ended. Collective.

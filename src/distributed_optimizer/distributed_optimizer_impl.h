@@ -56,6 +56,7 @@ class DistributedOptimizer::Impl {
   NamedParameters names_;
   Options options_;
   std::vector<SyncedGroup> synced_;
+  std::optional<distributed_optimizer::ThawedGradients> thawed_;  ///< Of the frozen parameters.
   std::unique_ptr<distributed_optimizer::PackedReduction> reduction_;  ///< Null: nothing to reduce.
   /// The ranks that get the same buffers: the first dist_group of several ranks.
   ProcessGroup& buffer_group();
@@ -75,6 +76,8 @@ class DistributedOptimizer::Impl {
   void make_reduction();
   void mark_reduced();
   std::vector<sharding::NamedTensor> take_thawed(SyncedGroup& synced);
+  void refuse_own_gradients(SyncedGroup& synced,
+                            const std::vector<sharding::NamedTensor>& parameters) const;
   void reduce(SyncedGroup& synced, const std::vector<sharding::NamedTensor>& parameters) const;
 
   bool mean_ = false;

@@ -53,11 +53,11 @@ Packs first_packs(const std::vector<sharding::NamedTensor>& parameters, std::vec
 }  // namespace
 
 PackedReduction::PackedReduction(std::vector<sharding::NamedTensor> parameters,
-                                 std::vector<Group> groups, ThawedGradients thawed,
+                                 std::vector<Group> groups, ThawedGradients& thawed,
                                  PackedReductionOptions options)
     : options_(options),
       parameters_(std::move(parameters)),
-      thawed_(std::move(thawed)),
+      thawed_(thawed),
       lane_of_(parameters_.size()) {
   for (auto& group : groups) {
     auto& lane = lanes_.emplace_back(Lane{std::move(group), {}, {}});

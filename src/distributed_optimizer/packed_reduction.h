@@ -42,12 +42,11 @@ class PackedReduction : private sharding::ReductionPolicy {
   };
 
   /// `parameters` are trainable, and each is a member of one of `groups`. `thawed`: of those that
-  /// are not. Local.
+  /// are not; must outlive this. Local.
   PackedReduction(std::vector<sharding::NamedTensor> parameters, std::vector<Group> groups,
-                  ThawedGradients thawed, PackedReductionOptions options);
+                  ThawedGradients& thawed, PackedReductionOptions options);
   PackedReduction(const PackedReduction&) = delete;
 
-  const ThawedGradients& thawed() const { return thawed_; }
   /// The reducer of all lanes.
   sharding::Reducer& reducer() { return *reducer_; }
 
@@ -113,7 +112,7 @@ class PackedReduction : private sharding::ReductionPolicy {
 
   PackedReductionOptions options_;
   std::vector<sharding::NamedTensor> parameters_;
-  ThawedGradients thawed_;
+  ThawedGradients& thawed_;
   std::vector<Lane> lanes_;
   std::vector<size_t> lane_of_;   // of each parameter
   std::vector<size_t> complete_;  // buckets, without overlap

@@ -572,6 +572,38 @@ TEST(DistributedOptimizerTest, ThawedParametersEqualPlainTraining) {
   }
 }
 
+// Nothing has hooks, so gradients would be each rank's own until step(), and clipped by its norm.
+TEST(DistributedOptimizerTest, AThawOfEverythingNeedsBackwardOfTheWrapper) {
+  for (const bool clips : {false, true}) {
+    for (const bool direct : {false, true}) {
+      std::vector<at::Tensor> trained;
+      const auto errors = run_ranks_catching(2, [&](ProcessGroup group, int rank) {
+        auto net = seeded<Uneven>(1);
+        for (auto& parameter : net->parameters()) parameter.requires_grad_(false);
+        DistributedOptimizer optimizer(*net, group, sgd(0.1), {.reduce_method = "mean"});
+        for (auto& parameter : net->parameters()) parameter.requires_grad_(true);
+        const auto loss = loss_of(net(rows(0, rank, 2)));
+        if (direct) loss.backward();
+        else optimizer.backward(loss);
+        if (clips) torch::nn::utils::clip_grad_norm_(net->parameters(), 0.01);
+        optimizer.step();
+        if (rank == 0) trained = copies(net->parameters());
+      });
+      if (direct) {
+        expect_usage_errors(errors, "expected DistributedOptimizer::backward(loss)");
+        continue;
+      }
+      for (const auto& error : errors) ASSERT_EQ(error, nullptr);
+      auto plain = seeded<Uneven>(1);
+      for (int rank = 0; rank < 2; ++rank) (loss_of(plain(rows(0, rank, 2))) / 2).backward();
+      if (clips) torch::nn::utils::clip_grad_norm_(plain->parameters(), 0.01);
+      const torch::NoGradGuard no_grad;
+      for (auto& parameter : plain->parameters()) parameter.sub_(parameter.grad(), 0.1);
+      expect_close(trained, plain->parameters(), clips ? "clipped" : "");
+    }
+  }
+}
+
 TEST(DistributedOptimizerTest, ThawedParametersOfOtherNamesAreAnErrorOnAllRanks) {
   const auto errors = run_ranks_catching(2, [](ProcessGroup group, int rank) {
     auto net = seeded<Uneven>(1);
