@@ -22,7 +22,8 @@ bool computes_in_bfloat16(const std::vector<Item>& layers) {
 
 Theme random_theme(Random& random) {
   return random.pick({Theme::any, Theme::any, Theme::any, Theme::any, Theme::trainability,
-                      Theme::states, Theme::accumulation, Theme::joins, Theme::wire});
+                      Theme::states, Theme::accumulation, Theme::joins, Theme::wire,
+                      Theme::faults});
 }
 
 /// Some layer is of a kind that the theme needs.
@@ -316,7 +317,7 @@ void add_to_gradients(Random& random, Theme theme, Case& which) {
 }
 
 /// What ends a story: an error for some wrappers, or for all.
-void add_end(Random& random, const Item& wrapper, int world, Case& which) {
+void add_end(Random& random, Theme theme, const Item& wrapper, int world, Case& which) {
   auto& story = which.story;
   // Values that are not finite hide what comes after them.
   for (size_t i = 0; i < story.size(); ++i)
@@ -330,7 +331,7 @@ void add_end(Random& random, const Item& wrapper, int world, Case& which) {
     return;
   }
   // What ranks do to a group that is not synchronized is their own affair.
-  if (wrapper.flag("local_group") || !random.chance(60)) return;
+  if (wrapper.flag("local_group") || !random.chance(theme == Theme::faults ? 95 : 50)) return;
   story.push_back(random_fault(random, wrapper, world));
   for (int time = 0; time < 2; ++time) story.push_back({"step"});
 }
@@ -339,7 +340,7 @@ void add_end(Random& random, const Item& wrapper, int world, Case& which) {
 std::pair<Item, int> add_events(Random& random, const Limits& limits, Case& which) {
   Item wrapper = which.wrapper;
   int world = which.world;
-  const int events = 8 + random.below(25);
+  const int events = limits.theme == Theme::faults ? 1 + random.below(4) : 8 + random.below(25);
   bool late = wrapper.has("late_part");
   for (int i = 0; i < events; ++i) {
     if (late && random.chance(25)) {
@@ -399,7 +400,7 @@ Case generate(uint64_t seed) {
   if (adagrad) result.wrapper.values.erase("late_part");
   const auto [wrapper, world] = add_events(random, limits, result);
   add_to_gradients(random, limits.theme, result);
-  add_end(random, wrapper, world, result);
+  add_end(random, limits.theme, wrapper, world, result);
   const auto has_event = [&](const char* kind) {
     return std::any_of(result.story.begin(), result.story.end(),
                        [&](const Item& event) { return event.kind == kind; });

@@ -69,7 +69,7 @@ void round_between_hosts(Random& random, Theme theme, const Case& which, int wor
   if (!random.chance(theme == Theme::wire ? 95 : on_hosts ? 60 : 8)) return;
   if (world < 2 || values.count("backend") || values.count("local_sgd")) return;
   if (!on_hosts) values["hosts"] = world == 2 ? "01" : random.pick({"001", "01", "0011", "012"});
-  const int what = random.below(3);
+  const int what = theme == Theme::wire && random.chance(30) ? 2 : random.below(3);
   if (what < 2) values["wire_gradients"] = random.pick({"bfloat16", "int8"});
   if (what > 0) values["wire_parameters"] = random.pick({"bfloat16", "int8"});
   const bool keeps = random.chance(8) && begins;
@@ -232,7 +232,7 @@ void add_resumes(Random& random, Theme theme, Case& which) {
   if (which.wrapper.kind == "ddp" && has(which.story, {"join"})) return;
   const bool often = values.count("local_sgd") || rounds(which) || theme == Theme::trainability ||
                      theme == Theme::states;
-  if (!random.chance(often ? 60 : 15)) return;
+  if (!random.chance(theme == Theme::wire ? 85 : often ? 60 : 15)) return;
   const auto count = 1 + random.below(2);
   for (int i = 0; i < count; ++i) {
     const auto at = random.below(static_cast<int>(which.story.size()));

@@ -40,6 +40,7 @@ enum class Theme {
   accumulation,  ///< Several backward passes for a step, which use different parameters.
   joins,         ///< With buffers.
   wire,          ///< Rounded values between hosts.
+  faults,        ///< An error, after few events.
 };
 
 /// Draws what a seed gets after everything else.
