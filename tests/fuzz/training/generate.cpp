@@ -222,6 +222,7 @@ Item random_step(Random& random, const Item& wrapper, const Limits& limits, int 
     values["closure"] = "1";
   }
   maybe(random, 25, values, "state");
+  maybe(random, 15, values, "slow", std::to_string(random.below(world)));
   return event;
 }
 

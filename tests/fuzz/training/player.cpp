@@ -112,6 +112,7 @@ at::ScalarType Player::other_dtype() const {
 }
 
 at::Tensor Player::loss(const Item& event, int number, int micro, int micros) {
+  subject_->net().slow = event.number("slow", -1) == group_.rank();
   return forward_loss([&](const Batch& batch) { return subject_->forward(batch); }, subject_->net(),
                       event, which_, number, micro, group_.rank(), micros);
 }

@@ -252,7 +252,15 @@ class DistributedOptimizerSubject : public Subject {
     else distributed_->backward(loss);
   }
   NoSync no_sync() override { return distributed_->no_sync(); }
-  void step(const Closure& closure) override { distributed_->step(closure); }
+  void step(const Closure& closure) override {
+    distributed_->step(closure);
+    for (size_t group = 0; group < distributed_->optimizer().param_groups().size(); ++group) {
+      std::set<std::string> packed;
+      for (const auto& pack : distributed_->packs(group))
+        for (const auto& name : pack)
+          if (!packed.insert(name).second) throw std::runtime_error(name + " is in two packs");
+    }
+  }
   void zero_grad(bool set_to_none) override {
     distributed_->zero_grad(set_to_none);
     if (wrapper_.has("late_part")) Subject::zero_grad(set_to_none);  // also those that come later

@@ -1,6 +1,8 @@
 #include "fuzz/training/model/net.h"
 
+#include <chrono>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -12,6 +14,7 @@ namespace tessera::fuzz {
 namespace {
 
 constexpr int kBatch = 3, kLength = 3, kChannels = 4, kOutputs = 2;
+constexpr auto kPause = std::chrono::milliseconds(2);
 
 /// Passes a tensor on, and throws in backward.
 struct ThrowInBackward : torch::autograd::Function<ThrowInBackward> {
@@ -32,6 +35,16 @@ at::Tensor with_trap(const at::Tensor& tensor, Trap trap) {
       return gradient;
     });
   return tensor;
+}
+
+/// Other ranks get ahead meanwhile: now, and in the backward of `tensor`.
+void wait_at(const at::Tensor& tensor) {
+  std::this_thread::sleep_for(kPause);
+  if (!tensor.requires_grad()) return;
+  tensor.register_hook([](const at::Tensor& gradient) {
+    std::this_thread::sleep_for(kPause);
+    return gradient;
+  });
 }
 
 }  // namespace
@@ -85,6 +98,7 @@ at::Tensor Net::forward(const Batch& batch) {
   for (size_t i = 0; i < blocks_.size(); ++i) {
     if (i == middle && pending == Trap::forward) throw Sprung();
     flow.hidden = torch::tanh(blocks_[i]->run(flow));
+    if (i == middle && slow) wait_at(flow.hidden);
     if (i == middle && flow.hidden.requires_grad())
       flow.hidden = with_trap(flow.hidden, std::exchange(pending, Trap::nowhere));
   }

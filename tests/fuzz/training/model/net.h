@@ -45,6 +45,7 @@ class Net : public torch::nn::Module {
   const std::string& part_name(int i) const;
 
   Trap trap = Trap::nowhere;  ///< Of the next forward.
+  bool slow = false;          ///< Waits within the next forward, and within its backward.
 
  private:
   explicit Net(const Case& which);
