@@ -215,7 +215,9 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
 
   /// The elements that this rank updates, over all groups, in the order of the parameters; empty
   /// shards are left out. `tensor` aliases the parameter. Shards stay valid; add_param_group, and a
-  /// parameter that was frozen at construction and becomes trainable, add further ones. Local.
+  /// parameter that was frozen at construction and becomes trainable, add further ones. With
+  /// shard_gradients: UsageError from the first backward to the first step() of such a parameter,
+  /// because its gradient is not among theirs. Local.
   std::vector<ParameterShard> shards() const;
   /// The optimizer state of shards(), as tessera::state_slices; also of parameters that are frozen
   /// now. On rank 0 that of parameters that have been frozen since construction follows. Local.

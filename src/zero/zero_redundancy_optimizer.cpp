@@ -131,11 +131,22 @@ std::vector<OptimizerStateDict::Group> ZeroRedundancyOptimizer::groups() const {
 
 std::vector<ParameterShard> ZeroRedundancyOptimizer::shards() const {
   wait();
+  // A program that scales the gradients of the shards would leave these out.
+  for (const auto i : impl_->shards.thawed()) {
+    const auto& [name, tensor] = impl_->shards.parameters()[i];
+    if (!impl_->options.shard_gradients || !tensor.grad().defined()) continue;
+    throw UsageError(fmt::format(
+        "{}: shards(): the gradient of parameter {}, which became trainable, is not among theirs "
+        "before its first step(); expected no call in that step, or clip_grad_norm_(), which "
+        "includes it",
+        impl_->prefix(), name));
+  }
   return impl_->parameter_shards();
 }
 
 std::vector<StateSlice> ZeroRedundancyOptimizer::state_slices() const {
-  auto slices = tessera::state_slices(impl_->local.get(), shards());
+  wait();
+  auto slices = tessera::state_slices(impl_->local.get(), impl_->parameter_shards());
   impl_->shards.add_residuals(slices);
   for (const auto& [name, tensor] : impl_->shards.parameters()) {
     const auto found = impl_->frozen_state.find(name);

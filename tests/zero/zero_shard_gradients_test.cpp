@@ -482,8 +482,9 @@ TEST(ZeroShardGradients, ChangedInTheFirstStepOfAParameterThatThawsAreAnError) {
       auto net = seeded<Uneven>(8);
       net->last->weight.requires_grad_(false);
       Zero zero(*net, group, factory("AdamW"), sharded());
+      const auto shards = zero.shards();
       const auto halve = [&] {
-        for (auto& shard : zero.shards())
+        for (auto& shard : shards)
           if (shard.tensor.grad().defined()) shard.tensor.mutable_grad().mul_(0.5);
       };
       const auto backward = [&](int step) {
@@ -494,7 +495,10 @@ TEST(ZeroShardGradients, ChangedInTheFirstStepOfAParameterThatThawsAreAnError) {
       halve();
       zero.step();
       net->last->weight.requires_grad_(true);
+      zero.shards();
       backward(1);
+      EXPECT_THAT(thrown_by([&] { zero.shards(); }),
+                  HasSubstr("shards(): the gradient of parameter last.weight"));
       halve();
       EXPECT_THAT(thrown_by([&] { zero.step(); }),
                   HasSubstr("the gradients of shards() were changed, and parameter last.weight"));

@@ -430,5 +430,20 @@ TEST(TrainingFuzz, DistributedOptimizerClipsThawedGradients) {
                 .story = {{"thaw", {{"part", "0"}}}, {"step", {{"clip", "norm"}}}}});
 }
 
+// Where all else was frozen, unscaling the gradients of shards() left out those of a thawed
+// parameter without a word. It is an error.
+TEST(TrainingFuzz, UnscaledWithoutTheThawedParameter) {
+  expect_sound({.seed = 7623,
+                .world = 3,
+                .dtype = "float",
+                .layers = {{"cell", {{"frozen", "1"}}}},
+                .optimizer = {"Adam", {{"amsgrad", "1"}, {"lr", "0.02"}}},
+                .wrapper = {"zero", {{"shard_gradients", "1"}}},
+                .story = {{"step"},
+                          {"freeze", {{"part", "1"}}},
+                          {"thaw", {{"part", "0"}}},
+                          {"step", {{"scaler", "1"}, {"state", "1"}, {"when", "after"}}}}});
+}
+
 }  // namespace
 }  // namespace tessera::fuzz

@@ -282,7 +282,11 @@ Played run_segment(const Case& which, const Segment& segment, const Truth& truth
   });
   // MPI does not tell that a rank has ended: the others wait until the timeout.
   const bool over_mpi = segment.wrapper.text("backend") == "mpi";
-  const bool waits = shard_groups && alone;
+  // Two wrappers have a group each: a rank that skips a backward waits in that of the other one.
+  const bool other_group = which.wrapper.flag("twin") && segment.wrapper.kind == "fsdp" &&
+                           std::any_of(which.story.begin(), which.story.end(),
+                                       [](const Item& event) { return event.has("absent"); });
+  const bool waits = (shard_groups && alone) || other_group;
   played.finding = judge(due, segment.begin, reached, outcomes, ended ? seconds : 0,
                          waits || over_mpi ? kTimeoutSeconds + 2 * kSlowSeconds : kSlowSeconds,
                          shard_groups || waits);

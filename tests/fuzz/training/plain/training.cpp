@@ -147,6 +147,10 @@ std::vector<Record> PlainTraining::play(const Item& event, int number) {
     for (auto& replica : replicas_)
       for (auto& parameter : replica.net->part(event.number("part")).parameters())
         parameter.mul_(0.5);
+    // with_shared_write() broadcasts buffers.
+    for (int rank = 1; wrapper_.flag("share_parameters") && rank < world(); ++rank)
+      for (size_t i = 0; i < replicas_[0].net->buffers().size(); ++i)
+        replicas_[rank].net->buffers()[i].copy_(replicas_[0].net->buffers()[i]);
   } else if (kind == "lr") {
     for (auto& replica : replicas_) scale_lr(*replica.optimizer, event.real("factor", 0.5));
   } else if (kind == "add_group") {
