@@ -102,6 +102,9 @@ Expectation of_step(const Case& which, const Item& wrapper, int world, size_t i)
     return Expectation::equal_or_error;
   // These gradients are for step().
   if (event.has("replaced") && wrapper.flag("shard_gradients")) return Expectation::equal_or_error;
+  // Where all parameters were frozen, the first step after a thaw needs the wrapper's backward().
+  if (wrapper.flag("own_backward") && wrapper.has("late_part") && !trainable.thawed.empty())
+    return Expectation::equal_or_error;
   // A closure clears gradients that step() has used up after the new partition.
   if (event.has("closure") && wrapper.flag("in_place") && !trainable.thawed.empty())
     return Expectation::equal_or_error;

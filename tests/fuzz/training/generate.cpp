@@ -31,7 +31,7 @@ void suit_layers(Random& random, Theme theme, std::vector<Item>& layers) {
   auto& layer = layers[random.below(static_cast<int>(layers.size()))];
   if (!random.chance(80)) return;
   if (theme == Theme::trainability) layer.values["frozen"] = "1";
-  if (theme == Theme::accumulation) layer = {random.pick({"conditional", "experts", "experts"})};
+  if (theme == Theme::accumulation) layer = {random.pick({"conditional", "experts"})};
   if (theme == Theme::joins)
     layer = {random.pick({"batch_norm", "cumulative_norm", "instance_norm", "counter"})};
 }
@@ -153,13 +153,16 @@ Item random_wrapper(Random& random, const Limits& limits, int world) {
       maybe(random, 70, values, "param_pack_thd", random.pick({"1", "100", "400"}));
     }
     maybe(random, 30, values, "bcast_period", random.pick({"1", "2"}));
-    maybe(random, 50, values, "own_backward");
     maybe(random, 25, values, "groups", "2");
     if (values.count("groups") && !limits.norms && values["reduce"] == "mean")
       maybe(random, 25, values, "local_group");
+    // A rank of which no parameter of a group gets a gradient would not meet the others.
+    if (!values.count("local_group")) maybe(random, 50, values, "own_backward");
   }
   if (kind == "fsdp") {
-    if (random.chance(80)) values["policy"] = random.pick({"blocks", "leaves", "size"});
+    // One unit has parameters that are used in different passes.
+    const int several = limits.theme == Theme::accumulation ? 40 : 80;
+    if (random.chance(several)) values["policy"] = random.pick({"blocks", "leaves", "size"});
     if (random.chance(40)) {
       values["strategy"] = random.pick({"grad_op", "none", "hybrid"});
       const bool divisible = world % 2 == 0 && (world == 2 || !limits.exact);

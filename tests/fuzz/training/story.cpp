@@ -278,7 +278,7 @@ Played run_segment(const Case& which, const Segment& segment, const Truth& truth
   // Then ranks wait for each other in different groups until the timeout.
   const bool shard_groups = segment.wrapper.text("strategy") == "hybrid";
   const bool alone = std::any_of(which.story.begin(), which.story.end(), [&](const Item& event) {
-    return event.kind == "evaluate" && event.has("rank");
+    return (event.kind == "evaluate" && event.has("rank")) || event.has("absent");
   });
   // MPI does not tell that a rank has ended: the others wait until the timeout.
   const bool over_mpi = segment.wrapper.text("backend") == "mpi";

@@ -277,6 +277,9 @@ void vary(Random& random, Theme theme, Case& result) {
   add_late_part(random, result);
   add_resumes(random, theme, result);
   add_twin(random, result);
+  // A small difference of its input may become a large one.
+  for (auto& layer : result.layers)
+    if (rounds(result) && layer.kind == "instance_norm") layer.kind = "layer_norm";
   // A comparison of the weights gathers them, which may end what a wrapper has under way.
   for (auto& event : result.story)
     if (!rounds(result)) maybe(random, event.kind == "evaluate" ? 60 : 30, event.values, "quiet");

@@ -115,12 +115,12 @@ void PlainTraining::after_backward(const std::vector<int>& active, double diviso
       for (auto& item : replica.parameters) item.second.mutable_grad() = at::Tensor();
   }
   if (is("distributed_optimizer") || is("zero")) return;  // with the step
-  // Under FSDP a backward that reduces nothing, as one to inputs alone, is local.
+  // A backward that reduces nothing, as one to inputs alone, is local.
   const auto& parameters = replicas_[0].parameters;
   const bool reduces = std::any_of(parameters.begin(), parameters.end(), [](const auto& parameter) {
     return parameter.second.requires_grad();
   });
-  if (is("fsdp") && !reduces) return;
+  if (!reduces) return;
   sync_buffers(active);
 }
 
