@@ -1,9 +1,10 @@
-// file_operations [--most N] [WORD …]
+// file_operations [--most N] [--part I N] [WORD …]
 // Makes each file operation of the library's writers and readers fail, transfer fewer bytes, or end
 // the process, one after the other, and checks afterwards that what was complete before is still
 // there. Each attempt is a forked process with one or two ranks as threads. --most: at most N
-// operations for each kind of failure and rank, evenly spread. WORD: only scenarios with it in
-// their names. Exit code 1 after findings.
+// operations for each kind of failure and rank, evenly spread. --part: only each N-th scenario,
+// from I on, which is 0 to N-1. WORD: only scenarios with it in their names. Exit code 1 after
+// findings.
 #include <algorithm>
 #include <array>
 #include <cstdio>
@@ -562,17 +563,28 @@ class Campaign {
 
 int main(int argc, char** argv) {
   long most = 1'000'000;
+  long part = 0, parts = 1;
   std::vector<std::string> words;
-  for (int i = 1; i < argc; ++i)
-    if (std::string(argv[i]) == "--most" && i + 1 < argc) most = std::atol(argv[++i]);
-    else words.emplace_back(argv[i]);
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = argv[i];
+    if (word == "--most" && i + 1 < argc) {
+      most = std::atol(argv[++i]);
+    } else if (word == "--part" && i + 2 < argc) {
+      part = std::atol(argv[++i]);
+      parts = std::max(1L, std::atol(argv[++i]));
+    } else {
+      words.push_back(word);
+    }
+  }
   at::set_num_threads(1);
   std::string base = (fs::exists("/dev/shm") ? "/dev/shm" : fs::temp_directory_path().string()) +
                      "/tessera-files-XXXXXX";
   if (::mkdtemp(base.data()) == nullptr) return 2;
   Campaign campaign(base, std::max(1L, most));
   int chosen = 0;
+  long number = 0;
   for (const auto& scenario : scenarios()) {
+    if (number++ % parts != part) continue;
     const bool wanted = std::any_of(words.begin(), words.end(), [&](const auto& word) {
       return scenario.name.find(word) != scenario.name.npos;
     });

@@ -1,6 +1,6 @@
 """File operations that fail, transfer fewer bytes, or end their process: those of single writers and readers, which the program
 file_operations tries, and those of whole trainings, which load the library failing_files first."""
-import collections, json, random, re, shutil, sys, time
+import collections, json, os, random, re, shutil, sys, time
 
 from registry import fault
 from trial import EVERY, STEPS, Trial, outcome
@@ -96,12 +96,19 @@ def campaign(build, minutes, seed):
     trial, chosen, tried, findings = Trial(build, References()), random.Random(seed), collections.Counter(), 0
     try:
         end = time.monotonic() + 60 * minutes
-        run = trial.start(trial.bin("file_operations"))
-        while run.process.poll() is None:
+        cores = len(os.sched_getaffinity(0))
+        runs = [trial.start(trial.bin("file_operations"), "--part", part, cores) for part in range(cores)]
+        shown, running = [0] * cores, True
+        while running:
+            running = any(run.process.poll() is None for run in runs)
             time.sleep(1)
-        run.end()
-        print(run.text(), flush=True)
-        findings += int(trial.find(run, RESULT)[3])
+            for part, run in enumerate(runs):
+                lines = [text for _, text in list(run.lines)]
+                print("".join(text + "\n" for text in lines[shown[part]:]), end="", flush=True)
+                shown[part] = len(lines)
+        for run in runs:
+            run.end()
+            findings += int(trial.find(run, RESULT)[3])
         training, totals = Training(trial), {}
         while time.monotonic() < end:
             rank, how, lacks = chosen.choice([-1, 0, 0, 1, 1]), chosen.choice(HOWS), chosen.choice(["", "", "exchange", "flock"])
