@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures what the fuzzer of training finds: runs it on a library with deliberate mistakes.
 
-    scripts/fuzz_breaks.py [--only NAME] [--seeds 1500] [--required 30] [--build build] [--jobs 2]
+    scripts/fuzz_breaks.py [--only NAME] [--seeds 1500] [--required 48] [--build build] [--jobs 2]
     scripts/fuzz_breaks.py --check
 
 tests/fuzz/training/breaks.txt has the mistakes. All of them are made in the source tree at once,
@@ -111,7 +111,7 @@ def main():
     )
     parser.add_argument("--only", metavar="NAME", action="append", help="this break; repeatable")
     parser.add_argument("--seeds", type=int, default=1500)
-    parser.add_argument("--required", type=int, default=30)
+    parser.add_argument("--required", type=int, default=48)
     parser.add_argument("--build", default="build")
     parser.add_argument("--jobs", type=int, default=2, help="processes of the fuzzer")
     parser.add_argument("--check", action="store_true", help="only tests that the breaks fit")
