@@ -52,8 +52,11 @@ class Expansion {
   void add_folder(const std::string& folder) {
     std::error_code error;
     std::vector<std::string> found;
-    for (fs::directory_iterator it(folder, error), end; !error && it != end; it.increment(error))
-      if (is_regular_file(it->path())) found.push_back(it->path().string());
+    do {
+      found.clear();
+      for (fs::directory_iterator it(folder, error), end; !error && it != end; it.increment(error))
+        if (is_regular_file(it->path())) found.push_back(it->path().string());
+    } while (error == std::errc::interrupted);
     if (error) refuse(folder, "cannot be listed: " + error.message());
     if (found.empty()) refuse(folder, "the folder holds no regular file");
     add_sorted(std::move(found));

@@ -81,8 +81,9 @@ RendezvousFolder::RendezvousFolder() {
 RendezvousFolder::~RendezvousFolder() { remove_folder(path_); }
 
 void remove_folder(const std::string& path) noexcept {
-  std::error_code ignored;
-  fs::remove_all(path, ignored);
+  std::error_code error;
+  do fs::remove_all(path, error);
+  while (error == std::errc::interrupted);
 }
 
 void sweep_stale_folders(const std::string& base) noexcept {

@@ -1,6 +1,6 @@
 """File operations that fail, transfer fewer bytes, or end their process: those of single writers and readers, which the program
 file_operations tries, and those of whole trainings, which load the library failing_files first."""
-import collections, json, os, random, re, shutil, sys, time
+import collections, json, os, random, re, shutil, sys, tempfile, time
 
 from registry import fault
 from trial import EVERY, STEPS, Trial, outcome
@@ -46,8 +46,10 @@ class Training:
         (trial.folder / "log.jsonl").write_bytes(self.log)
         log = trial.folder.parent / f"{trial.folder.name}-operations.txt"
         log.write_text("")
+        # Rendezvous files need flock(), so they are elsewhere where the run's folder has none.
+        elsewhere = tempfile.TemporaryDirectory() if lacks == "flock" else None
         env = dict(LD_PRELOAD=str(trial.build / "lib/libfailing_files.so"), FAILING_FILES_UNDER=str(trial.folder), FAILING_FILES_AT=str(at),
-                   FAILING_FILES_HOW=how, FAILING_FILES_RANK=str(rank), FAILING_FILES_LACKS=lacks, FAILING_FILES_LOG=str(log))
+                   FAILING_FILES_HOW=how, FAILING_FILES_RANK=str(rank), FAILING_FILES_LACKS=lacks, FAILING_FILES_LOG=str(log), **(dict(TMPDIR=elsewhere.name) if elsewhere else {}))
         run = trial.start_training(*GO_ON, ranks=RANKS, env=env)
         code = run.end(100)
         lines = log.read_text().splitlines()
@@ -66,8 +68,8 @@ class Training:
         trial.check(steps and steps[-1] >= f"step-{STEPS:08}" and set(trial.verify(*(trial.folder / "run" / name for name in steps))) == {"sound"},
                     f"left are {left} after {lines[-1:]}", run)
         trial.check(not any(name.startswith("damaged") for name in left), f"a sound checkpoint was set aside: {left} after {lines[-1:]}", run)
-        trial.nothing_runs()
         trial.train(*GO_ON, ranks=RANKS)
+        trial.nothing_runs()  # the next launcher removes what a launcher could not
         trial.check(trial.weights() == trial.reference(*GO_ON, ranks=RANKS), f"other bits after {lines[-1:]}", run)
         steps = [json.loads(line)["step"] for line in (trial.folder / "log.jsonl").read_text().splitlines()]
         trial.check(steps == list(range(STEPS + EVERY)), f"the log has steps {steps} after {lines[-1:]}", run)

@@ -11,6 +11,7 @@
 #include <spdlog/spdlog.h>
 
 #include "checkpoint/io/digest.h"
+#include "checkpoint/io/file_descriptor.h"
 #include "checkpoint/io/safetensors_dtype.h"
 #include "checkpoint/io/safetensors_header.h"
 #include "checkpoint/weights/links.h"
@@ -167,17 +168,20 @@ std::vector<std::string> copy_other_files(const std::string& from, const std::st
   std::vector<std::string> copied;
   std::error_code ignored;
   if (fs::equivalent(from, to, ignored)) return copied;
-  for (const auto& entry : fs::directory_iterator(from)) {
-    const std::string name = entry.path().filename().string();
-    if (!entry.is_regular_file() || name[0] == '.' || holds_weights(entry.path()) ||
-        entry.file_size() > kMost)
+  const auto names = list_folder(from);
+  if (!names)
+    throw Error(fmt::format("weights: {}: cannot be listed: {}", from, errno_text(errno)));
+  for (const auto& name : *names) {
+    const auto path = fs::path(from) / name;
+    if (!fs::is_regular_file(path) || name[0] == '.' || holds_weights(path) ||
+        fs::file_size(path) > kMost)
       continue;
-    if (const auto target = link_outside(entry.path()); !target.empty()) {
+    if (const auto target = link_outside(path); !target.empty()) {
       spdlog::warn("tessera: weights: {} is not copied: it is a link to {}, outside of its folder",
-                   entry.path().string(), target.string());
+                   path.string(), target.string());
       continue;
     }
-    write_file((fs::path(to) / name).string(), read_file("weights", entry.path().string()));
+    write_file((fs::path(to) / name).string(), read_file("weights", path.string()));
     copied.push_back(name);
   }
   std::sort(copied.begin(), copied.end());

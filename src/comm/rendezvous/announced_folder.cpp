@@ -94,8 +94,9 @@ void hold_key(const fs::path& lock, const std::string& key, Clock::time_point de
 void remove_folders(const fs::path& base, const std::string& key) {
   std::error_code ignored;
   for (const auto& entry : fs::directory_iterator(base, ignored))
-    if (entry.path().filename().string().starts_with(key + ".d."))
-      fs::remove_all(entry.path(), ignored);
+    if (entry.path().filename().string().starts_with(key + ".d.")) do
+        fs::remove_all(entry.path(), ignored);
+      while (ignored == std::errc::interrupted);
 }
 
 /// Removes the files of runs whose rank 0 has ended, that is, whose lock no process holds.

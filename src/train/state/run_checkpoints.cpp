@@ -26,6 +26,19 @@ std::string rank_file(const char* kind, int rank, int world) {
   return fmt::format("{}-{:05d}-of-{:05d}.safetensors", kind, rank, world);
 }
 
+std::vector<std::string> names_in(const std::string& folder) {
+  namespace fs = std::filesystem;
+  std::vector<std::string> names;
+  std::error_code error;
+  do {
+    names.clear();
+    for (fs::directory_iterator at(folder, error), end; !error && at != end; at.increment(error))
+      names.push_back(at->path().filename().string());
+  } while (error == std::errc::interrupted);
+  if (error) throw Error(fmt::format("{}: cannot be listed: {}", folder, error.message()));
+  return names;
+}
+
 /// Moves the checkpoints of an earlier run to a subfolder, so that a new run does not resume from
 /// them later.
 void set_aside_checkpoints(const std::string& folder) {
@@ -35,11 +48,9 @@ void set_aside_checkpoints(const std::string& folder) {
   while (fs::exists(fs::path(folder) / fmt::format("earlier-{}", number))) ++number;
   const fs::path aside = fs::path(folder) / fmt::format("earlier-{}", number);
   fs::create_directory(aside);
-  std::vector<fs::path> steps;
-  for (const auto& entry : fs::directory_iterator(folder))
-    if (entry.is_directory() && entry.path().filename().string().rfind("step-", 0) == 0)
-      steps.push_back(entry.path());
-  for (const auto& step : steps) fs::rename(step, aside / step.filename());
+  for (const auto& name : names_in(folder))
+    if (name.rfind("step-", 0) == 0 && fs::is_directory(fs::path(folder) / name))
+      fs::rename(fs::path(folder) / name, aside / name);
 }
 
 /// Quotes `path` for a shell.
@@ -134,10 +145,9 @@ std::string RunCheckpoints::set_aside_damaged(const std::string& path, const std
   const auto aside = name_aside(step);
   agree(context_.group, [&] {
     if (!context_.first()) return;
-    for (const auto& older : std::filesystem::directory_iterator(step.parent_path())) {
-      const std::string name = older.path().filename().string();
+    for (const auto& name : names_in(step.parent_path().string())) {
       const bool before = name.rfind("step-", 0) == 0 && name < step.filename().string();
-      if (before && older.is_directory()) return;
+      if (before && std::filesystem::is_directory(step.parent_path() / name)) return;
     }
     throw UsageError(why + "; checkpoint.fallback: there is no checkpoint before it");
   });
