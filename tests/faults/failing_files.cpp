@@ -79,9 +79,11 @@ const char* of_environment(const char* name, const char* otherwise) {
 __attribute__((constructor)) void read_environment() {
   const char* under = of_environment("FAILING_FILES_UNDER", "");
   if (*under == 0) return;
+  // A file system lacks the same for all ranks.
+  lack(of_environment("FAILING_FILES_LACKS", ""));
+  set(under, "", 0, false);
   const int rank = std::atoi(of_environment("FAILING_FILES_RANK", "-2"));
   if (rank != -2 && rank != std::atoi(of_environment("RANK", "-1"))) return;
-  lack(of_environment("FAILING_FILES_LACKS", ""));
   set(under, of_environment("FAILING_FILES_HOW", "EIO"),
       std::atol(of_environment("FAILING_FILES_AT", "0")), true);
   const char* log = of_environment("FAILING_FILES_LOG", "");
