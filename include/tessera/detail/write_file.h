@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
 #include <string>
 #include <system_error>
 
@@ -16,6 +17,10 @@ void write_file(const std::string& path, const std::string& text);
 /// Tries whether write_file() can work: writes, syncs, renames and removes a small file of another
 /// name in the same folder. Throws as write_file() does. A file at `path` stays as it is. Local.
 void check_writable(const std::string& path);
+
+/// Writes text at the end of what `file`, which has nothing in its buffer, was given before. Goes
+/// on after interrupts and short writes. False: errno has the reason. Local.
+bool write_through(std::FILE* file, const std::string& text);
 
 /// Reads a file, or its first `most` bytes. UsageError if it is no regular file or cannot be
 /// opened, Error if reading fails. The texts begin with `component` and the path. Local.

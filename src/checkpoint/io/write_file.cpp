@@ -3,7 +3,10 @@
 #include <algorithm>
 #include <filesystem>
 
+#include <unistd.h>
+
 #include "checkpoint/io/atomic_file.h"
+#include "checkpoint/io/file_descriptor.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -12,6 +15,18 @@ void write_file(const std::string& path, const std::string& text) {
   AtomicFile file("output", path);
   file.write_at(text.data(), text.size(), 0);
   file.commit();
+}
+
+bool write_through(std::FILE* file, const std::string& text) {
+  size_t done = 0;
+  while (done < text.size()) {
+    const auto left = text.size() - done;
+    const auto count =
+        uninterrupted([&] { return ::write(::fileno(file), text.data() + done, left); });
+    if (count < 0) return false;
+    done += static_cast<size_t>(count);
+  }
+  return true;
 }
 
 void check_writable(const std::string& path) { AtomicFile("output", path).rehearse(); }

@@ -104,7 +104,7 @@ class CsvHook : public RunHook {
   }
 
   void append(const std::string& text) {
-    if (std::fputs(text.c_str(), file_.get()) < 0 || std::fflush(file_.get()) != 0)
+    if (!write_through(file_.get(), text))
       throw Error(path_ + ": cannot write: " + std::strerror(errno));
   }
 

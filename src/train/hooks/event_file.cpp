@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include "tessera/detail/write_file.h"
 #include "tessera/error.h"
 #include "train/hooks/crc32c.h"
 
@@ -140,8 +141,7 @@ void EventFile::write(const std::string& event) {
   add_fixed(frame, masked_crc32c(length));
   frame += event;
   add_fixed(frame, masked_crc32c(event));
-  if (std::fwrite(frame.data(), 1, frame.size(), file_.get()) != frame.size() ||
-      std::fflush(file_.get()) != 0)
+  if (!write_through(file_.get(), frame))
     throw Error(path_ + ": cannot write: " + std::strerror(errno));
 }
 

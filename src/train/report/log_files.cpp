@@ -41,8 +41,7 @@ void EventLog::open(const std::string& log, bool append) {
 std::string EventLog::write(const std::string& line) {
   if (!problem_.empty()) return std::exchange(problem_, "");
   if (!file_) return "";
-  if (std::fputs((line + "\n").c_str(), file_.get()) >= 0 && std::fflush(file_.get()) == 0)
-    return "";
+  if (write_through(file_.get(), line + "\n")) return "";
   const std::string problem = path_ + ": cannot write: " + std::strerror(errno);
   file_.reset();
   return problem;

@@ -11,6 +11,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "tessera/detail/write_file.h"
 #include "tessera/error.h"
 
 namespace tessera::train {
@@ -133,7 +134,7 @@ void Reporter::step(const StepRecord& record, int64_t steps) {
 void Reporter::log(const StepRecord& record) {
   if (!log_ && !listener_) return;
   const std::string text = json_of(record, config_.train.loss_scale.enabled).dump();
-  if (log_ && (std::fputs((text + "\n").c_str(), log_.get()) < 0 || std::fflush(log_.get()) != 0))
+  if (log_ && !write_through(log_.get(), text + "\n"))
     throw Error(config_.at("train.log") + config_.train.log +
                 ": cannot write: " + std::strerror(errno));
   if (listener_) listener_(text);
