@@ -12,7 +12,6 @@ first finding. Exit status 0: at least the required number of mistakes is found 
 that are named). --check only tests that each mistake still fits the source. Standard library only.
 """
 import argparse
-import contextlib
 import os
 import pathlib
 import re
@@ -20,6 +19,8 @@ import signal
 import subprocess
 import sys
 import time
+
+from changed_sources import changed, chosen
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FIELDS = ["name", "file", "old", "new", "what"]
@@ -46,14 +47,11 @@ class Break:
 
     def made_in(self, text):
         """`text` with the mistake in place of what is right, when TESSERA_BREAK is its name."""
-        chosen = (
-            '[] { static const auto* tessera_break = std::getenv("TESSERA_BREAK"); '
-            f'return tessera_break && std::string(tessera_break) == "{self.name}"; }}()'
-        )
+        condition = chosen(self.name)
         if self.inner.endswith(";"):
-            code = f"{{ if ({chosen}) {{ {self.new} }} else {{ {self.inner} }} }}"
+            code = f"{{ if ({condition}) {{ {self.new} }} else {{ {self.inner} }} }}"
         else:
-            code = f"({chosen} ? ({self.new}) : ({self.inner}))"
+            code = f"({condition} ? ({self.new}) : ({self.inner}))"
         return text.replace(self.before + self.inner + self.after, self.before + code + self.after)
 
 
@@ -77,19 +75,13 @@ def read_breaks(path):
     return breaks
 
 
-@contextlib.contextmanager
 def made(breaks):
     """The mistakes are in the source tree."""
-    original = {each.file: (ROOT / each.file).read_text() for each in breaks}
-    try:
-        for file, text in original.items():
-            for each in breaks:
-                text = each.made_in(text) if each.file == file else text
-            (ROOT / file).write_text("#include <cstdlib>\n#include <string>\n" + text)
-        yield
-    finally:
-        for file, text in original.items():
-            (ROOT / file).write_text(text)
+    def change(path, text):
+        for each in breaks:
+            text = each.made_in(text) if ROOT / each.file == path else text
+        return text
+    return changed({ROOT / each.file for each in breaks}, change)
 
 
 def fuzz(name, args):

@@ -19,12 +19,14 @@ number of places that were not noticed.
 """
 import argparse
 import concurrent.futures
-import contextlib
+import functools
 import os
 import pathlib
 import re
 import subprocess
 import sys
+
+from changed_sources import changed, chosen
 
 SOURCE = pathlib.Path(__file__).resolve().parent.parent
 # A statement that begins in a line with this text is removed.
@@ -58,12 +60,7 @@ def places():
                 yield file, number, line.strip()
 
 
-def chosen(place):
-    return ('[] { static const char* const place = std::getenv("TESSERA_BREAK"); '
-            f'return place && std::string(place) == "{place}"; }}()')
-
-
-def changed(line, place):
+def without(line, place):
     """The line, which does nothing where TESSERA_BREAK is this place."""
     if CONDITION.search(line):
         return CONDITION.sub(lambda found: f"{chosen(place)} || {found[0]}", line)
@@ -75,21 +72,12 @@ def changed(line, place):
     return f"if (!{chosen(place)}) {line}"
 
 
-@contextlib.contextmanager
-def changed_sources(chosen_places):
-    original = {file: (SOURCE / file).read_text() for file, _, _ in chosen_places}
-    try:
-        for file, text in original.items():
-            lines = text.splitlines()
-            for place, (its_file, number, _) in enumerate(chosen_places):
-                if its_file == file:
-                    lines[number] = changed(lines[number], place)
-            includes = "".join(f"#include <{name}>\n" for name in ("cstdlib", "optional", "string"))
-            (SOURCE / file).write_text(includes + "\n".join(lines) + "\n")
-        yield
-    finally:
-        for file, text in original.items():
-            (SOURCE / file).write_text(text)
+def change(tried, path, text):
+    lines = text.splitlines()
+    for place, (file, number, _) in enumerate(tried):
+        if SOURCE / file == path:
+            lines[number] = without(lines[number], place)
+    return "\n".join(lines) + "\n"
 
 
 def seeds_of(run, repeat):
@@ -132,25 +120,26 @@ def main():
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
     build = options.build.resolve()
-    chosen_places = [(file, number, f"{file}:{number + 1}: {text}") for file, number, text in places()]
-    chosen_places = [place for place in chosen_places if options.only in place[2]]
+    tried = [(file, number, f"{file}:{number + 1}: {text}") for file, number, text in places()]
+    tried = [place for place in tried if options.only in place[2]]
     if options.list:
-        print("\n".join(place for _, _, place in chosen_places))
+        print("\n".join(place for _, _, place in tried))
         return
-    with changed_sources(chosen_places):
+    with changed({SOURCE / file for file, _, _ in tried}, functools.partial(change, tried)):
         made = subprocess.run(["cmake", "--build", build, "--target", "test_device"],
                               capture_output=True, text=True)
     if made.returncode:
         sys.exit(made.stdout[-4000:] + made.stderr)
-    if failed := failure(build):
-        sys.exit(f"mutate_streams.py: a test fails where no place is left out: {failed}")
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        tried = [pool.submit(attempt, build, place, options.repeat)
-                 for place in range(len(chosen_places))]
-        for (_, _, place), attempted in zip(chosen_places, tried):
-            failed = attempted.result()
+        # As many at a time as below: a test that a busy machine fails would count as one that notices.
+        for failed in pool.map(lambda _: failure(build), range(options.jobs)):
+            if failed:
+                sys.exit(f"mutate_streams.py: a test fails where no place is left out: {failed}")
+        attempts = [pool.submit(attempt, build, place, options.repeat) for place in range(len(tried))]
+        for (_, _, place), ended in zip(tried, attempts):
+            failed = ended.result()
             print(f"{place}\n    {f'noticed by {failed}' if failed else 'NOT NOTICED'}", flush=True)
-    sys.exit(sum(attempted.result() is None for attempted in tried))
+    sys.exit(sum(ended.result() is None for ended in attempts))
 
 
 if __name__ == "__main__":

@@ -4,5 +4,6 @@ set -euo pipefail
 build=${1:-build}
 # The environment may select an old BLAS kernel or a number of threads. The tests set what they need.
 unset OPENBLAS_CORETYPE OMP_NUM_THREADS
-# Three slots for each core: PROCESSORS of a test says how many it has, and most tests wait a part of their time.
+# Three slots for each core, because most tests wait a part of their time. PROCESSORS of a test says
+# how many it has.
 exec ctest --test-dir "$build" -j $((3 * $(nproc))) --output-on-failure --no-tests=error "${@:2}"

@@ -5,6 +5,7 @@
 
 #include <glob.h>
 
+#include "tessera/detail/folders.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -52,11 +53,9 @@ class Expansion {
   void add_folder(const std::string& folder) {
     std::error_code error;
     std::vector<std::string> found;
-    do {
-      found.clear();
-      for (fs::directory_iterator it(folder, error), end; !error && it != end; it.increment(error))
-        if (is_regular_file(it->path())) found.push_back(it->path().string());
-    } while (error == std::errc::interrupted);
+    for (const auto& name : detail::names_in(folder, error))
+      if (is_regular_file(fs::path(folder) / name))
+        found.push_back((fs::path(folder) / name).string());
     if (error) refuse(folder, "cannot be listed: " + error.message());
     if (found.empty()) refuse(folder, "the folder holds no regular file");
     add_sorted(std::move(found));

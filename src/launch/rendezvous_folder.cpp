@@ -14,6 +14,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "tessera/detail/folders.h"
 #include "tessera/detail/proc.h"
 #include "tessera/error.h"
 
@@ -80,11 +81,7 @@ RendezvousFolder::RendezvousFolder() {
 
 RendezvousFolder::~RendezvousFolder() { remove_folder(path_); }
 
-void remove_folder(const std::string& path) noexcept {
-  std::error_code error;
-  do fs::remove_all(path, error);
-  while (error == std::errc::interrupted);
-}
+void remove_folder(const std::string& path) noexcept { detail::remove_all(path); }
 
 void sweep_stale_folders(const std::string& base) noexcept {
   std::error_code error;

@@ -3,6 +3,9 @@
 
 #include "faults/failing_files.h"
 
+#include <algorithm>
+#include <cstdio>
+#include <memory>
 #include <sstream>
 
 #include <fcntl.h>
@@ -14,6 +17,7 @@
 #include "checkpoint/io/file_descriptor.h"
 #include "checkpoint/store_fixture.h"
 #include "harness/ranks.h"
+#include "tessera/detail/folders.h"
 #include "tessera/detail/write_file.h"
 #include "tessera/save_weights.h"
 #include "tessera/weights/weights.h"
@@ -338,6 +342,47 @@ TEST_F(FailingFiles, AFileThatCannotBeLookedAtIsNotPassedOverForAnother) {
     std::string error;
     fail("stat:EIO+", at, [&] { error = error_of(read); });
     EXPECT_THAT(error, HasSubstr("Input/output error")) << at;
+  }
+}
+
+TEST_F(FailingFiles, AnInterruptedListOrRemovalOfAFolderGoesOn) {
+  const std::string folder = base_ + "/outer";
+  const auto make = [&] {
+    fs::create_directories(folder + "/inner");
+    write_file(folder + "/inner/file", "text");
+  };
+  std::error_code error;
+  std::vector<std::string> names;
+  const auto list = [&] { names = detail::names_in(folder, error); };
+  const auto remove = [&] { error = detail::remove_all(folder); };
+  make();
+  const long listed = fail("EINTR", 0, list), removed = fail("EINTR", 0, remove);
+  ASSERT_GT(listed, 0);
+  ASSERT_GT(removed, 0);
+  for (long at = 1; at <= std::max(listed, removed); ++at) {
+    make();
+    fail("EINTR", at, list);
+    EXPECT_FALSE(error) << error.message();
+    EXPECT_THAT(names, ElementsAre("inner"));
+    fail("EINTR", at, remove);
+    EXPECT_FALSE(error) << error.message();
+    EXPECT_FALSE(fs::exists(folder)) << at;
+  }
+}
+
+TEST_F(FailingFiles, ALineIsWrittenWhollyOrItsErrorIsKnown) {
+  const std::string path = base_ + "/log";
+  for (const auto& how : {"write:EINTR", "write:short", "write:ENOSPC"}) {
+    const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "we"),
+                                                               &std::fclose);
+    bool whole = false;
+    EXPECT_GT(fail(how, 1, [&] { whole = write_through(file.get(), "first line\n"); }), 0) << how;
+    if (how == std::string("write:ENOSPC")) {
+      EXPECT_FALSE(whole);
+      continue;
+    }
+    EXPECT_TRUE(whole && write_through(file.get(), "second line\n")) << how;
+    EXPECT_EQ(read_file("test", path), "first line\nsecond line\n") << how;
   }
 }
 

@@ -9,7 +9,7 @@
 // 0: count only), FAILING_FILES_HOW (EIO, ENOSPC, ESTALE, EMFILE, EINTR, short or kill; with "+" at
 // its end all later operations fail, too; "fsync:EIO" counts calls of fsync alone),
 // FAILING_FILES_LACKS (a list of exchange, flock, tmpfile: what the file system does not have),
-// FAILING_FILES_RANK (only in the process with this RANK; -1: only in processes without one),
+// FAILING_FILES_RANK (failures only in the process with this RANK; -1: only in those without one),
 // FAILING_FILES_LOG (a file that gets a line for each operation).
 
 extern "C" {

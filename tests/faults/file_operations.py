@@ -49,14 +49,16 @@ class Training:
         # Rendezvous files need flock(), so they are elsewhere where the run's folder has none.
         elsewhere = tempfile.TemporaryDirectory() if lacks == "flock" else None
         env = dict(LD_PRELOAD=str(trial.build / "lib/libfailing_files.so"), FAILING_FILES_UNDER=str(trial.folder), FAILING_FILES_AT=str(at),
-                   FAILING_FILES_HOW=how, FAILING_FILES_RANK=str(rank), FAILING_FILES_LACKS=lacks, FAILING_FILES_LOG=str(log), **(dict(TMPDIR=elsewhere.name) if elsewhere else {}))
+                   FAILING_FILES_HOW=how, FAILING_FILES_RANK=str(rank), FAILING_FILES_LACKS=lacks, FAILING_FILES_LOG=str(log))
+        if elsewhere:
+            env["TMPDIR"] = elsewhere.name
         run = trial.start_training(*GO_ON, ranks=RANKS, env=env)
         code = run.end(100)
         lines = log.read_text().splitlines()
         log.unlink()
         return code, lines, run
 
-    def check(self, code, lines, run, how):
+    def check(self, code, lines, run, how, rank):
         """What was complete before is there; the undisturbed command ends with the weights of an undisturbed training."""
         trial = self.trial
         if code < 0 or code > 128 and how != "kill":
@@ -68,8 +70,10 @@ class Training:
         trial.check(steps and steps[-1] >= f"step-{STEPS:08}" and set(trial.verify(*(trial.folder / "run" / name for name in steps))) == {"sound"},
                     f"left are {left} after {lines[-1:]}", run)
         trial.check(not any(name.startswith("damaged") for name in left), f"a sound checkpoint was set aside: {left} after {lines[-1:]}", run)
+        if rank >= 0:
+            trial.nothing_runs()
         trial.train(*GO_ON, ranks=RANKS)
-        trial.nothing_runs()  # the next launcher removes what a launcher could not
+        trial.nothing_runs()  # also what a launcher that failed has left
         trial.check(trial.weights() == trial.reference(*GO_ON, ranks=RANKS), f"other bits after {lines[-1:]}", run)
         steps = [json.loads(line)["step"] for line in (trial.folder / "log.jsonl").read_text().splitlines()]
         trial.check(steps == list(range(STEPS + EVERY)), f"the log has steps {steps} after {lines[-1:]}", run)
@@ -88,7 +92,7 @@ def trainings(trial, count):
             trial.check(code == 0, f"exit code {code} undisturbed", run)
             totals[rank, how] = len(lines)
         if totals[rank, how]:
-            training.check(*training.attempt(rank, how, chosen.randint(1, totals[rank, how])), how)
+            training.check(*training.attempt(rank, how, chosen.randint(1, totals[rank, how])), how, rank)
     return outcome("in the operation", "none", "0 to 2, or 137", "what was complete before, sound; resumes to the same bits")
 
 
@@ -121,7 +125,7 @@ def campaign(build, minutes, seed):
                     continue
                 at = chosen.randint(1, totals[rank, how, lacks])
                 tried[rank, how] += 1
-                training.check(*training.attempt(rank, how, at, lacks), how)
+                training.check(*training.attempt(rank, how, at, lacks), how, rank)
             except AssertionError as error:
                 findings += 1
                 print(f"finding: training, rank {rank}, {how} at operation {at}, lacks {lacks or 'nothing'}: {error}", flush=True)

@@ -8,6 +8,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include "tessera/detail/folders.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -94,11 +95,8 @@ std::optional<struct stat> look_at(const std::string& component, const std::stri
 std::optional<std::vector<std::string>> list_folder(const std::string& folder) {
   std::vector<std::string> names;
   const auto list = [&] {
-    names.clear();
     std::error_code error;
-    std::filesystem::directory_iterator at(folder, error), end;
-    for (; !error && at != end; at.increment(error))
-      names.push_back(at->path().filename().string());
+    names = detail::names_in(folder, error);
     errno = error.value();
     return error ? -1 : 0;
   };

@@ -14,6 +14,7 @@
 #include "checkpoint/hosts/folder_places.h"
 #include "checkpoint/io/file_descriptor.h"
 #include "checkpoint/store/manifest.h"
+#include "tessera/detail/folders.h"
 #include "tessera/error.h"
 
 namespace tessera::store {
@@ -159,10 +160,7 @@ std::vector<int64_t> expired(const std::vector<int64_t>& steps, int64_t written,
 }
 
 void remove_tree(const std::string& path) {
-  std::error_code error;
-  do fs::remove_all(path, error);
-  while (error == std::errc::interrupted);
-  if (error) refuse(path, "removing it", error.value());
+  if (const auto error = detail::remove_all(path)) refuse(path, "removing it", error.value());
 }
 
 void sync_run(const std::string& folder) {

@@ -14,6 +14,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "tessera/detail/folders.h"
 #include "tessera/detail/proc.h"
 #include "tessera/error.h"
 
@@ -93,10 +94,8 @@ void hold_key(const fs::path& lock, const std::string& key, Clock::time_point de
 
 void remove_folders(const fs::path& base, const std::string& key) {
   std::error_code ignored;
-  for (const auto& entry : fs::directory_iterator(base, ignored))
-    if (entry.path().filename().string().starts_with(key + ".d.")) do
-        fs::remove_all(entry.path(), ignored);
-      while (ignored == std::errc::interrupted);
+  for (const auto& name : detail::names_in(base.string(), ignored))
+    if (name.starts_with(key + ".d.")) detail::remove_all((base / name).string());
 }
 
 /// Removes the files of runs whose rank 0 has ended, that is, whose lock no process holds.

@@ -7,6 +7,7 @@
 
 #include <fmt/format.h>
 
+#include "tessera/detail/folders.h"
 #include "tessera/error.h"
 #include "tessera/step/agreement.h"
 #include "train/groups/group_files.h"
@@ -27,14 +28,8 @@ std::string rank_file(const char* kind, int rank, int world) {
 }
 
 std::vector<std::string> names_in(const std::string& folder) {
-  namespace fs = std::filesystem;
-  std::vector<std::string> names;
   std::error_code error;
-  do {
-    names.clear();
-    for (fs::directory_iterator at(folder, error), end; !error && at != end; at.increment(error))
-      names.push_back(at->path().filename().string());
-  } while (error == std::errc::interrupted);
+  auto names = detail::names_in(folder, error);
   if (error) throw Error(fmt::format("{}: cannot be listed: {}", folder, error.message()));
   return names;
 }

@@ -254,7 +254,6 @@ void add_twin(Random& random, Case& which) {
 }  // namespace
 
 void vary(Random& random, Theme theme, Case& result) {
-  // Drawn last, so that seeds keep what was drawn before there was this option.
   maybe(random, 8, result.wrapper.values, "check_results", "1");
   for (auto& event : result.story)
     if (event.kind == "move") maybe(random, 8, event.values, "check_results", "1");
